@@ -1,0 +1,58 @@
+# `make demo` and `make test` are all the set-up there is: each makes .venv where there is none,
+# installs into it when pyproject.toml or constraints.txt changed, and runs.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+DEMO   ?=
+TESTS  ?=
+
+# On Linux the default index serves torch with the whole of CUDA, several gigabytes. Without an
+# NVIDIA driver the CPU build is taken instead: from the configured indexes if they have it, else
+# from PyTorch's own.
+TORCH           := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+CPU_ONLY        := $(shell [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1 && echo yes)
+
+# One thread a rank: ranks share the cores, and more threads than cores only wait for each other.
+demo test: export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test lint format clean
+
+help:
+	@echo 'make demo    train the example on 4 CPU ranks, or all GPUs (DEMO="--max-steps 20 ..." passes flags)'
+	@echo 'make test    run the tests (TESTS="tests/planning -k name" runs some)'
+	@echo 'make lint    ruff, mypy, import-linter'
+	@echo 'make format  ruff format and safe fixes'
+	@echo 'make clean   remove the environment and caches'
+
+demo: $(STAMP)
+	$(BIN)/python examples/stdlib_lm.py $(DEMO)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+ifeq ($(CPU_ONLY),yes)
+	@$(BIN)/python -m pip install -q 'torch==$(TORCH)+cpu' -c constraints.txt || \
+	$(BIN)/python -m pip install -q 'torch==$(TORCH)+cpu' -c constraints.txt --extra-index-url $(TORCH_CPU_INDEX)
+endif
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
