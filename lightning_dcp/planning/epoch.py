@@ -1,0 +1,183 @@
+"""The plans of one epoch: compact columns, :class:`Plan` objects on access."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import overload
+
+import numpy as np
+
+from lightning_dcp.planning.cost_model import CostModel
+from lightning_dcp.planning.fitting import FloatArray
+from lightning_dcp.planning.lengths import IntArray
+from lightning_dcp.planning.plan import MicroBatch, Plan
+from lightning_dcp.planning.queues import Queues, Schedule
+
+__all__ = ["EpochPlan"]
+
+
+class EpochPlan(Sequence[Plan]):
+    """All plans of an epoch; ``len()`` is the number of iterations. Made by ``EpochPlanner.epoch``.
+
+    Attributes:
+        epoch: Epoch, from 0.
+        world_size: Number of ranks.
+        offsets: (N + 1,) iteration i has micro-batches ``offsets[i]:offsets[i + 1]``.
+        batch_sizes, seq_lens, num_tokens_of, sp_sizes, first_ranks, recompute_blocks, time_s,
+            memory_bytes: (M,) columns, one row per micro-batch, in global order.
+    """
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        world_size: int,
+        queues: Queues,
+        schedule: Schedule,
+        cost_model: CostModel,
+        pad_multiple: int,
+        limit_bytes: int,
+        recompute: int | None,
+    ) -> None:
+        self.epoch = epoch
+        self.world_size = world_size
+        self.offsets: IntArray = np.array(schedule.offsets, dtype=np.int64)
+        self.batch_sizes: IntArray = np.array(schedule.count, dtype=np.int64)
+        self.sp_sizes: IntArray = np.array(schedule.sp_size, dtype=np.int64)
+        self.first_ranks: IntArray = np.array(schedule.first_rank, dtype=np.int64)
+        self._step_overhead_s = cost_model.step_overhead_s
+        bucket = np.array(schedule.bucket, dtype=np.int64)
+        start = np.array(schedule.start, dtype=np.int64)
+        # The queues, one behind the other, in the order of the micro-batches.
+        queue_start = np.cumsum([0, *(len(ids) for ids in queues.ids)])[:-1]
+        first = queue_start[bucket] + start
+        sample_offsets = np.concatenate([[0], np.cumsum(self.batch_sizes)])
+        rows = np.arange(sample_offsets[-1]) + np.repeat(
+            first - sample_offsets[:-1], self.batch_sizes
+        )
+        self._sample_offsets = sample_offsets
+        self._ids = np.concatenate(queues.ids)[rows]
+        lengths = np.concatenate(queues.lengths)[rows]
+        longest = np.maximum.reduceat(lengths, sample_offsets[:-1])
+        multiple = np.lcm(self.sp_sizes, pad_multiple)
+        self.seq_lens: IntArray = -(-longest // multiple) * multiple
+        self.num_tokens_of: IntArray = np.add.reduceat(lengths, sample_offsets[:-1])
+        key = (self.batch_sizes, self.seq_lens, self.sp_sizes)
+        if recompute is None:
+            r = cost_model.min_recompute(*key, limit_bytes)
+        else:
+            r = np.full(bucket.size, recompute, dtype=np.int64)
+        assert (r >= 0).all(), "a micro-batch was planned that does not fit"
+        self.recompute_blocks: IntArray = r
+        self.time_s: FloatArray = cost_model.time_s(*key, r)
+        self.memory_bytes: IntArray = cost_model.memory_bytes(*key, r)
+        assert (self.memory_bytes <= limit_bytes).all(), "a micro-batch is over the memory limit"
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Plan: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Plan]: ...
+    def __getitem__(self, index: int | slice) -> Plan | list[Plan]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        iteration = index + len(self) if index < 0 else index
+        if not 0 <= iteration < len(self):
+            raise IndexError(f"Iteration {index} of an epoch of {len(self)} iterations.")
+        lo, hi = int(self.offsets[iteration]), int(self.offsets[iteration + 1])
+        ends = self._sample_offsets[lo : hi + 1].tolist()
+        ids = self._ids[ends[0] : ends[-1]].tolist()
+        columns = [
+            column[lo:hi].tolist()
+            for column in (
+                self.seq_lens,
+                self.num_tokens_of,
+                self.first_ranks,
+                self.sp_sizes,
+                self.recompute_blocks,
+                self.time_s,
+                self.memory_bytes,
+            )
+        ]
+        return Plan(
+            epoch=self.epoch,
+            iteration=iteration,
+            world_size=self.world_size,
+            micro_batches=tuple(
+                MicroBatch(tuple(ids[ends[i] - ends[0] : ends[i + 1] - ends[0]]), *values)
+                for i, values in enumerate(zip(*columns, strict=True))
+            ),
+        )
+
+    def __iter__(self) -> Iterator[Plan]:
+        return (self[i] for i in range(len(self)))
+
+    @cached_property
+    def busy_s(self) -> FloatArray:
+        """(N, W) predicted seconds of work per iteration and rank."""
+        busy = np.zeros((len(self), self.world_size))
+        iteration = np.repeat(np.arange(len(self)), np.diff(self.offsets))
+        for p in np.unique(self.sp_sizes).tolist():
+            rows = np.flatnonzero(self.sp_sizes == p)
+            for offset in range(p):
+                np.add.at(
+                    busy, (iteration[rows], self.first_ranks[rows] + offset), self.time_s[rows]
+                )
+        return busy
+
+    @cached_property
+    def makespan_s(self) -> FloatArray:
+        """(N,) predicted seconds per iteration, without the step's overhead."""
+        # Groups of one iteration are disjoint or nested with the larger first, so that no rank
+        # waits inside an iteration; only the last may mix them.
+        makespan = self.busy_s.max(axis=1)
+        makespan[-1] = self[-1].makespan_s
+        return np.asarray(makespan)
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens of the epoch."""
+        return int(self.num_tokens_of.sum())
+
+    @property
+    def tokens_per_step(self) -> IntArray:
+        """(N,) real tokens per iteration."""
+        return np.add.reduceat(self.num_tokens_of, self.offsets[:-1])
+
+    @property
+    def predicted_time_s(self) -> float:
+        """Predicted seconds of the epoch, the steps' overhead included."""
+        return math.fsum(self.makespan_s) + len(self) * self._step_overhead_s
+
+    @property
+    def predicted_idle_share(self) -> float:
+        """Idle share over the epoch, weighted by GPU and time (the steps' overhead left out)."""
+        total = self.world_size * math.fsum(self.makespan_s)
+        return max(0.0, 1.0 - math.fsum(self.busy_s.ravel()) / total) if total > 0 else 0.0
+
+    @property
+    def padding_share(self) -> float:
+        """Share of the padded tokens that is padding."""
+        return 1.0 - self.num_tokens / int((self.batch_sizes * self.seq_lens).sum())
+
+    def digest(self) -> str:
+        """SHA-256 (hex) of all plans of the epoch."""
+        digest = hashlib.sha256(f"{self.epoch}/{self.world_size}".encode())
+        for column in (
+            self.offsets,
+            self._ids,
+            self.batch_sizes,
+            self.seq_lens,
+            self.sp_sizes,
+            self.first_ranks,
+            self.recompute_blocks,
+            self.time_s,
+            self.memory_bytes,
+        ):
+            digest.update(np.ascontiguousarray(column).tobytes())
+        return digest.hexdigest()

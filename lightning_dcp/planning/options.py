@@ -1,0 +1,129 @@
+"""What the user may decide about planning; all else is derived from the data and the costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+__all__ = ["POLICIES", "OnTooLong", "PlanningOptions", "is_power_of_two"]
+
+POLICIES: tuple[str, ...] = ("dcp-inter", "dcp-intra", "bucket")
+"""Known policies (DESIGN.md section 5)."""
+
+OnTooLong = Literal["error", "skip", "truncate"]
+
+
+def is_power_of_two(value: int) -> bool:
+    """Whether ``value`` is 1, 2, 4, 8, ..."""
+    return value > 0 and value & (value - 1) == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningOptions:
+    """Options of the planner. An object that exists is valid.
+
+    Attributes:
+        policy: ``"dcp-intra"`` (default: SP size, micro-batch size, accumulation and recomputation
+            follow the lengths), ``"dcp-inter"`` (the same with every block recomputed) or
+            ``"bucket"`` (baseline: one static SP size).
+        tokens_per_step: Tokens one optimizer step aims at over all ranks; default is the
+            DataLoader's ``batch_size`` x world size x mean length.
+        min_accumulation: Gmin, the least number of micro-batches the busiest group accumulates.
+        max_accumulation: Gmax; an iteration takes at most this many times its longest micro-batch.
+        bucket_edges: Increasing edges ``e0 < e1 < ...``; bucket ``i`` holds lengths in
+            ``[e_i, e_{i+1})``. Default: chosen from the lengths.
+        max_buckets: Upper limit for the number of buckets chosen from the lengths.
+        pad_multiple: Micro-batches are padded to a multiple of this many tokens.
+        sp_sizes: SP sizes that may be used (powers of two). Default: all that were measured.
+        max_batch_size: Upper limit for the samples in one micro-batch.
+        memory_limit_bytes: Bytes one rank may use; default is what the device has.
+        on_too_long: What to do with a sample that fits no candidate.
+        seed: Seed of the sample order; default is the one Lightning was seeded with.
+
+    Raises:
+        TypeError: A value of the wrong type.
+        ValueError: A value out of range, or an unknown policy.
+    """
+
+    policy: str = "dcp-intra"
+    tokens_per_step: int | None = None
+    min_accumulation: int = 1
+    max_accumulation: int = 8
+    bucket_edges: Sequence[int] | None = None
+    max_buckets: int = 16
+    pad_multiple: int = 1
+    sp_sizes: Sequence[int] | None = None
+    max_batch_size: int | None = None
+    memory_limit_bytes: int | None = None
+    on_too_long: OnTooLong = "error"
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            known = ", ".join(repr(name) for name in POLICIES)
+            raise ValueError(f"Unknown policy {self.policy!r}. Known policies: {known}.")
+        for name in ("min_accumulation", "max_accumulation", "max_buckets", "pad_multiple"):
+            _check_int(name, getattr(self, name), least=1)
+        for name in ("tokens_per_step", "max_batch_size", "memory_limit_bytes"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), least=1)
+        if self.seed is not None:
+            _check_int("seed", self.seed, least=0)
+        if self.min_accumulation > self.max_accumulation:
+            raise ValueError(
+                f"min_accumulation ({self.min_accumulation}) must not be larger than "
+                f"max_accumulation ({self.max_accumulation})."
+            )
+        if self.on_too_long not in get_args(OnTooLong):
+            raise ValueError(
+                f"on_too_long must be one of {', '.join(map(repr, get_args(OnTooLong)))}; "
+                f"got {self.on_too_long!r}."
+            )
+        if self.bucket_edges is not None:
+            edges = _int_tuple("bucket_edges", self.bucket_edges)
+            if len(edges) < 2 or any(a >= b for a, b in itertools.pairwise(edges)):
+                raise ValueError(
+                    "bucket_edges must be at least two increasing integers, such as "
+                    f"[1, 256, 4096]; got {list(edges)}."
+                )
+            object.__setattr__(self, "bucket_edges", edges)
+        if self.sp_sizes is not None:
+            sizes = _int_tuple("sp_sizes", self.sp_sizes)
+            wrong = [p for p in sizes if not is_power_of_two(p)]
+            if wrong or not sizes:
+                raise ValueError(
+                    "sp_sizes must be powers of two (1, 2, 4, ...), at least one; got "
+                    f"{list(sizes)}."
+                )
+            object.__setattr__(self, "sp_sizes", tuple(sorted(set(sizes))))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        values = dataclasses.asdict(self)
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+    def fingerprint(self) -> str:
+        """Hash of all options; equal options have equal hashes on every rank."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_int(name: str, value: object, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int; got {value!r} ({type(value).__name__}).")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}; got {value}.")
+
+
+def _int_tuple(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(values, (str, bytes)):
+        raise TypeError(f"{name} must be a sequence of ints; got {values!r}.")
+    result = tuple(values)
+    for value in result:
+        _check_int(f"each value of {name}", value, least=1 if name == "sp_sizes" else 0)
+    return result

@@ -1,0 +1,332 @@
+"""From lengths and costs to the plans of each epoch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from lightning_dcp.planning.buckets import Buckets, choose_edges
+from lightning_dcp.planning.candidates import Candidate, Exclusion, pad_to
+from lightning_dcp.planning.cost_model import CostModel
+from lightning_dcp.planning.epoch import EpochPlan
+from lightning_dcp.planning.lengths import IntArray, as_lengths
+from lightning_dcp.planning.options import PlanningOptions, is_power_of_two
+from lightning_dcp.planning.search import Problem, _gib
+
+__all__ = ["BucketChoice", "EpochPlanner"]
+
+_PLANNER_VERSION = "1"  # raise when the same inputs give other plans
+
+
+@dataclass(frozen=True)
+class BucketChoice:
+    """A bucket ``[lo, hi)`` and the configuration chosen for it (costs: of its longest sample).
+
+    ``alternatives`` has the best candidate at each SP size that fits, by size.
+    """
+
+    lo: int
+    hi: int
+    num_samples: int
+    batch_size: int
+    sp_size: int
+    recompute_blocks: int
+    time_s: float
+    memory_bytes: int
+    tokens_per_s_per_rank: float
+    alternatives: tuple[Candidate, ...]
+
+
+class EpochPlanner:
+    """Plans epochs: a pure function of its arguments, alike on all ranks (DESIGN.md section 4).
+
+    Args:
+        lengths: One length per sample of the dataset.
+        cost_model: Predicts seconds and bytes of a micro-batch.
+        world_size: Number of ranks W, any number from 1.
+        options: The user's options.
+        batch_size: Samples per rank and step of the DataLoader; the default step size is
+            ``batch_size * W * mean length`` tokens.
+        memory_limit_bytes: Bytes a rank may use; ``options.memory_limit_bytes`` goes before it.
+        seed: Seed of the order; ``options.seed`` goes before it.
+        shuffle: False: samples in the order of the dataset.
+        sp_size_exclusions: SP size -> why the model cannot use it.
+        dataset_name: For messages.
+        static_recompute: For policy ``"bucket"``: recompute the fewest blocks with which the
+            longest sample fits, or all, as the paper's baseline does.
+
+    Attributes:
+        num_iterations: Optimizer steps per epoch, the same for every epoch.
+        tokens_per_step: Tokens a step aims at.
+        exclusions: SP sizes that are not used and why.
+        inputs: A short value or hash of each input, to compare between ranks and name the one
+            that differs.
+        skipped_ids: Samples left out by ``on_too_long="skip"``.
+        truncate_to: Length that ``on_too_long="truncate"`` cuts to; None where nothing is cut.
+        lengths: Lengths as planned (cut where truncated).
+
+    Raises:
+        ValueError: Wrong lengths, a memory limit below the model's own size, no usable SP size, a
+            sample that fits nowhere.
+    """
+
+    def __init__(
+        self,
+        *,
+        lengths: Iterable[Any],
+        cost_model: CostModel,
+        world_size: int,
+        memory_limit_bytes: int,
+        options: PlanningOptions | None = None,
+        batch_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        sp_size_exclusions: Mapping[int, str] | None = None,
+        dataset_name: str = "the dataset",
+        static_recompute: Literal["smallest", "full"] = "smallest",
+    ) -> None:
+        self.options = options if options is not None else PlanningOptions()
+        if world_size < 1 or batch_size < 1 or seed < 0:
+            raise ValueError(
+                "world_size and batch_size must be at least 1 and seed not negative; got "
+                f"{world_size}, {batch_size} and {seed}."
+            )
+        self.cost_model = cost_model
+        self.world_size = world_size
+        self.batch_size = batch_size
+        self.seed = self.options.seed if self.options.seed is not None else seed
+        self.shuffle = shuffle
+        self.dataset_name = dataset_name
+        self.static_recompute = static_recompute
+        self.sp_size_exclusions = dict(sp_size_exclusions or {})
+        own_limit = self.options.memory_limit_bytes
+        self.memory_limit_bytes = int(own_limit if own_limit is not None else memory_limit_bytes)
+        given = as_lengths(lengths, name=dataset_name)
+        self._given_lengths = given
+        self._check_limit()
+        sp_sizes, self._exclusions = self._usable_sp_sizes()
+        self.truncate_to: int | None = None
+        self.skipped_ids: tuple[int, ...] = ()
+        self.lengths, self._ids = self._fit_lengths(given, sp_sizes)
+        lengths_used = self.lengths[self._ids]
+        target = self.options.tokens_per_step
+        if target is None:
+            target = max(1, round(batch_size * world_size * float(lengths_used.mean())))
+        self.tokens_per_step = target
+        buckets = self._buckets(lengths_used)
+        self._problem = Problem(
+            lengths=lengths_used,
+            buckets=buckets,
+            bucket=buckets.index_of(lengths_used),
+            cost_model=cost_model,
+            world_size=world_size,
+            options=self.options,
+            sp_sizes=sp_sizes,
+            limit_bytes=self.memory_limit_bytes,
+            tokens_per_step=target,
+        )
+        self._search()
+        self.exclusions: tuple[Exclusion, ...] = tuple(self._exclusions)
+        self.num_iterations: int = self._problem.num_iterations(
+            self._configuration, int(lengths_used.sum()), lengths_used.size
+        )
+
+    def epoch(self, epoch: int) -> EpochPlan:
+        """All plans of an epoch (0, 1, ...), ``num_iterations`` of them."""
+        if epoch < 0:
+            raise ValueError(f"epoch must not be negative; got {epoch}.")
+        n = self._ids.size
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, epoch]).permutation(n).astype(np.int64)
+        else:
+            order = np.arange(n, dtype=np.int64)
+        return self._problem.plan(
+            self._configuration,
+            order,
+            epoch=epoch,
+            num_iterations=self.num_iterations,
+            ids=self._ids,
+        )
+
+    def bucket_table(self) -> tuple[BucketChoice, ...]:
+        """Buckets and the configuration chosen for each."""
+        rows = []
+        for k in range(len(self._problem.buckets)):
+            lo, hi = self._problem.buckets.bounds(k)
+            choice = self._configuration.choice(k)
+            tables = self._configuration.buckets[k].tables
+            rows.append(
+                BucketChoice(
+                    lo=lo,
+                    hi=hi,
+                    num_samples=int((self._problem.bucket == k).sum()),
+                    batch_size=choice.batch_size,
+                    sp_size=choice.sp_size,
+                    recompute_blocks=choice.recompute_blocks,
+                    time_s=choice.time_s,
+                    memory_bytes=choice.memory_bytes,
+                    tokens_per_s_per_rank=choice.throughput,
+                    alternatives=tuple(tables[p].best() for p in sorted(tables)),
+                )
+            )
+        return tuple(rows)
+
+    @property
+    def elastic(self) -> bool:
+        """False where a static plan is used: policy ``"bucket"``, or no elastic one is quicker."""
+        return self._configuration.elastic
+
+    @cached_property
+    def inputs(self) -> dict[str, str]:
+        """Name -> short value or hash of everything the plans depend on."""
+        return {
+            "seed": str(self.seed),
+            "lengths": _short_hash(self._given_lengths.tobytes()),
+            "cost profile": self.cost_model.fingerprint()[:16],
+            "world size": str(self.world_size),
+            "batch size": str(self.batch_size),
+            "memory limit": str(self.memory_limit_bytes),
+            "shuffle": str(self.shuffle),
+            "planning options": _short_hash(
+                f"{self.options.fingerprint()} {self.static_recompute}".encode()
+            ),
+            "excluded SP sizes": ",".join(map(str, sorted(self.sp_size_exclusions))),
+            "versions": f"planner {_PLANNER_VERSION}, numpy {np.__version__}",
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of all inputs: equal on all ranks, or plans differ."""
+        return hashlib.sha256(json.dumps(self.inputs, sort_keys=True).encode()).hexdigest()
+
+    def _check_limit(self) -> None:
+        if self.memory_limit_bytes <= self.cost_model.fixed_bytes:
+            raise ValueError(
+                f"The memory limit of {_gib(self.memory_limit_bytes)} per rank "
+                f"({self.memory_limit_bytes} bytes) is below the model's own size: parameters, "
+                f"gradients, optimizer state and buffers take {_gib(self.cost_model.fixed_bytes)} "
+                f"({self.cost_model.fixed_bytes} bytes). Raise memory_limit_bytes or use a "
+                "smaller model."
+            )
+
+    def _usable_sp_sizes(self) -> tuple[tuple[int, ...], list[Exclusion]]:
+        exclusions = []
+        usable = []
+        allowed = self.options.sp_sizes
+        names = set(self.cost_model.sp_sizes) | set(self.sp_size_exclusions) | set(allowed or ())
+        powers = {2**i for i in range(self.world_size.bit_length())}
+        for p in sorted(names | powers):
+            if p in self.sp_size_exclusions:
+                exclusions.append(Exclusion(p, self.sp_size_exclusions[p]))
+            elif allowed is not None and p not in allowed:
+                exclusions.append(Exclusion(p, f"not among the allowed sp_sizes {list(allowed)}"))
+            elif p > self.world_size:
+                exclusions.append(Exclusion(p, f"larger than the world of {self.world_size} ranks"))
+            elif not is_power_of_two(p) or p not in self.cost_model.sp_sizes:
+                exclusions.append(
+                    Exclusion(p, f"not measured (measured: {list(self.cost_model.sp_sizes)})")
+                )
+            else:
+                usable.append(p)
+        if not usable:
+            reasons = "; ".join(map(str, exclusions))
+            raise ValueError(f"No SP size can be used. {reasons}. Allow at least one of them.")
+        return tuple(usable), exclusions
+
+    def _fit_lengths(
+        self, lengths: IntArray, sp_sizes: tuple[int, ...]
+    ) -> tuple[IntArray, IntArray]:
+        """Lengths as planned and the samples that take part, by ``on_too_long``."""
+        longest_fitting = self._longest_fitting(int(lengths.max()), sp_sizes)
+        too_long = np.flatnonzero(lengths > longest_fitting)
+        everyone = np.arange(lengths.size, dtype=np.int64)
+        if not too_long.size:
+            return lengths, everyone
+        worst = int(too_long[np.argmax(lengths[too_long])])
+        missing = self._missing_bytes(int(lengths[worst]), sp_sizes)
+        what = (
+            f"Sample {worst} of {self.dataset_name} has length {int(lengths[worst])} and fits no "
+            f"configuration: with p in {list(sp_sizes)} and all blocks recomputed it still lacks "
+            f"{_gib(missing)} ({missing} bytes) of the {_gib(self.memory_limit_bytes)} per rank. "
+            f"{too_long.size} sample(s) are too long; the longest length that fits is "
+            f"{longest_fitting}. "
+        )
+        if self.options.on_too_long == "error" or longest_fitting < 1:
+            raise ValueError(
+                what
+                + 'Set on_too_long="skip" or "truncate", raise memory_limit_bytes, or use more '
+                "ranks, so that larger SP sizes are possible."
+            )
+        if self.options.on_too_long == "truncate":
+            self.truncate_to = longest_fitting
+            cut = np.minimum(lengths, longest_fitting)
+            cut.setflags(write=False)
+            return cut, everyone
+        self.skipped_ids = tuple(too_long.tolist())
+        kept = np.flatnonzero(lengths <= longest_fitting).astype(np.int64)
+        if not kept.size:
+            raise ValueError(what + "All samples would be skipped.")
+        return lengths, kept
+
+    def _missing_bytes(self, length: int, sp_sizes: tuple[int, ...]) -> int:
+        """Bytes by which one sample of this length is over the limit at the best SP size."""
+        needs = [
+            int(
+                self.cost_model.memory_bytes(
+                    1, pad_to(length, p, self.options.pad_multiple), p, self.cost_model.num_blocks
+                )
+            )
+            for p in sp_sizes
+        ]
+        return min(needs) - self.memory_limit_bytes
+
+    def _longest_fitting(self, longest: int, sp_sizes: tuple[int, ...]) -> int:
+        """Largest length up to ``longest`` that fits; 0 where none does. Memory grows with it."""
+        low, high = 0, longest + 1
+        if self._missing_bytes(longest, sp_sizes) <= 0:
+            return longest
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._missing_bytes(middle, sp_sizes) <= 0:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _buckets(self, lengths: IntArray) -> Buckets:
+        if self.options.bucket_edges is None:
+            edges = choose_edges(lengths, self.options.max_buckets, self.options.pad_multiple)
+            return Buckets(edges)
+        given = Buckets(tuple(self.options.bucket_edges))
+        used = np.unique(given.index_of(lengths))
+        # Empty buckets are merged into the next one: they need no configuration.
+        last = int(used[-1])
+        return Buckets((*(given.edges[int(k)] for k in used), given.edges[last + 1]))
+
+    def _search(self) -> None:
+        problem = self._problem
+        blocks = self.cost_model.num_blocks
+        if self.options.policy == "bucket":
+            static = problem.static(full_recompute=self.static_recompute == "full")
+            if not static:
+                raise ValueError(
+                    f"No single SP size of {list(problem.sp_sizes)} fits all samples; policy "
+                    '"bucket" needs one. Use an elastic policy or raise memory_limit_bytes.'
+                )
+            self._configuration = problem.quickest(static)
+            return
+        recompute = blocks if self.options.policy == "dcp-inter" else None
+        tables, exclusions = problem.tables(recompute)
+        self._exclusions.extend(exclusions)
+        static = problem.static(full_recompute=recompute is not None)
+        self._configuration = problem.quickest([*problem.elastic(tables, recompute), *static])
+
+
+def _short_hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
