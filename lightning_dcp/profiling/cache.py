@@ -1,0 +1,175 @@
+"""Cost profiles on disk: one file per fingerprint.
+
+A file is trusted only if its checksum, format and fingerprint are right. Anything else is reported
+by name and measured again: a wrong profile would cost far more than the seconds it saves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import filelock
+import platformdirs
+
+from lightning_dcp.profiling.cost_profile import CostProfile
+
+ENVIRONMENT_VARIABLE = "LIGHTNING_DCP_CACHE"
+FORMAT_VERSION = 1
+_LOCK_TIMEOUT_S = 10.0
+
+
+class CacheWarning(UserWarning):
+    """A cached profile could not be used or written; training goes on without it."""
+
+
+def default_cache_dir() -> Path:
+    """``$LIGHTNING_DCP_CACHE`` if set, else the user's cache directory for this library."""
+    configured = os.environ.get(ENVIRONMENT_VARIABLE)
+    return Path(configured) if configured else Path(platformdirs.user_cache_dir("lightning_dcp"))
+
+
+class ProfileCache:
+    """Cost profiles in a directory, keyed by fingerprint.
+
+    Args:
+        directory: Where the files are; ``None`` takes :func:`default_cache_dir`. It is created
+            when the first profile is saved.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
+        self.directory = default_cache_dir() if directory is None else Path(directory)
+
+    def path(self, fingerprint: str) -> Path:
+        """The file that holds the profile of this fingerprint."""
+        # Hashed so that any text is a valid and short file name.
+        name = hashlib.sha256(fingerprint.encode()).hexdigest()[:32]
+        return self.directory / f"cost-profile-{name}.json"
+
+    def load(self, fingerprint: str) -> CostProfile | None:
+        """The cached profile, or ``None`` if there is none that can be trusted.
+
+        Warns:
+            CacheWarning: If there is a file, but it is damaged, of another format version or for
+                another fingerprint.
+        """
+        path = self.path(fingerprint)
+        # Files are replaced as a whole, so that reading needs no lock.
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            _warn(f"{path} cannot be read ({error}); the costs are measured again.")
+            return None
+        try:
+            return _decode(text, fingerprint)
+        except ValueError as error:
+            _warn(f"{path} is not used ({error}); the costs are measured again.")
+            return None
+
+    def save(self, profile: CostProfile) -> Path | None:
+        """Write ``profile`` under its own fingerprint, replacing a former file as a whole.
+
+        Returns:
+            The file, or ``None`` if it could not be written.
+
+        Warns:
+            CacheWarning: If the directory or file cannot be written.
+        """
+        path = self.path(profile.fingerprint)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with filelock.FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_S):
+                _replace(path, _encode(profile))
+        except (OSError, filelock.Timeout) as error:
+            _warn(f"{path} cannot be written ({error}); the next run measures again.")
+            return None
+        return path
+
+
+def load_or_measure(
+    measure: Callable[[], CostProfile],
+    *,
+    fingerprint: str,
+    cache: ProfileCache | None,
+    gather: Callable[[Any], list[Any]],
+    is_writer: bool,
+) -> tuple[CostProfile, bool]:
+    """The cached profile or a new one, the same on all ranks.
+
+    Args:
+        measure: Measures on all ranks at once, called on all or on none.
+        fingerprint: Of this run; rank 0's counts.
+        cache: ``None`` to neither read nor write.
+        gather: Objects of all ranks in rank order, on every rank.
+        is_writer: True on rank 0 alone. Only it touches the cache: what ranks see in their file
+            systems, and when, may differ.
+
+    Returns:
+        The profile, and whether it came from the cache.
+    """
+    if cache is None:
+        return measure(), False
+    found = cache.load(fingerprint) if is_writer else None
+    text = gather(found.to_json() if found is not None else None)[0]
+    if text is not None:
+        return CostProfile.from_json(text), True
+    profile = measure()
+    if is_writer:
+        cache.save(profile)
+    return profile, False
+
+
+def _encode(profile: CostProfile) -> str:
+    content = {"format": FORMAT_VERSION, "profile": json.loads(profile.to_json())}
+    return json.dumps(content | {"checksum": _checksum(content)}, indent=1, sort_keys=True) + "\n"
+
+
+def _decode(text: str, fingerprint: str) -> CostProfile:
+    """The profile in a file's text; ValueError, with the reason, if it is not to be trusted."""
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"damaged or truncated: {error}") from error
+    if not isinstance(content, dict) or "checksum" not in content:
+        raise ValueError("damaged: it has no checksum")
+    checksum = content.pop("checksum")
+    if content.get("format") != FORMAT_VERSION:
+        raise ValueError(
+            f"written in format {content.get('format')!r}, this version reads {FORMAT_VERSION}"
+        )
+    if checksum != _checksum(content):
+        raise ValueError("damaged or edited: its checksum is wrong")
+    profile = CostProfile.from_json(json.dumps(content.get("profile")))
+    if profile.fingerprint != fingerprint:
+        raise ValueError("it belongs to another model or machine")
+    return profile
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that others see all of it or nothing, also if this process dies."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _warn(message: str) -> None:
+    warnings.warn(f"Cost profile cache: {message}", CacheWarning, stacklevel=3)

@@ -1,0 +1,73 @@
+"""What a user may choose about the cost profile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# A quadratic in the sequence length needs three lengths; two batch sizes tell "per sample" from
+# "per micro-batch". These trials run whatever the budget says: with fewer, no fit exists.
+MIN_LENGTHS = 3
+MIN_BATCH_SIZES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilingOptions:
+    """Options of the dual-layer cost profile (paper §3.5).
+
+    Args:
+        budget_s: Seconds that the whole profile may take, check of the sharding included. The
+            few short trials without which no fit exists run in any case.
+        cache: Whether to read and write the profile in the cache directory.
+        cache_dir: Where profiles are cached; ``None`` takes the environment variable
+            ``LIGHTNING_DCP_CACHE`` or else the user's cache directory.
+        lengths: Sequence lengths to measure at, in tokens, instead of those chosen from the
+            data set. They are measured in ascending order while the budget lasts.
+        check_sharding: Whether to compare the model's outputs for ``p > 1`` with those for
+            ``p = 1`` before any ``p > 1`` is used. It catches models that mix positions outside
+            attention, e.g. by a convolution.
+        repeats: Timed passes of each cheap trial; their median counts. Trials that take a
+            noticeable part of the budget run once.
+
+    Raises:
+        ValueError: If a value is out of its range; the message says which and what is allowed.
+    """
+
+    budget_s: float = 20.0
+    cache: bool = True
+    cache_dir: str | None = None
+    lengths: tuple[int, ...] | None = None
+    check_sharding: bool = True
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.budget_s) and self.budget_s > 0):
+            raise ValueError(
+                f"budget_s={self.budget_s!r}: the time for profiling must be a positive number of "
+                "seconds."
+            )
+        if self.repeats < 1:
+            raise ValueError(f"repeats={self.repeats!r}: each trial needs at least 1 timed pass.")
+        if self.lengths is not None:
+            object.__setattr__(self, "lengths", _checked_lengths(self.lengths))
+
+
+def _checked_lengths(lengths: Iterable[object]) -> tuple[int, ...]:
+    """Sorted distinct lengths, or a ValueError that names the one that is wrong."""
+    given, checked = tuple(lengths), []
+    for length in given:
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise ValueError(
+                f"lengths={given!r}: {length!r} is no sequence length; give positive integers "
+                "(tokens)."
+            )
+        checked.append(length)
+    distinct = tuple(sorted(set(checked)))
+    if len(distinct) < MIN_LENGTHS:
+        raise ValueError(
+            f"lengths={given!r}: at least {MIN_LENGTHS} different lengths are needed, since the "
+            "time of a block has a constant, a linear and a quadratic part. Leave it None to "
+            "have them chosen from the data set."
+        )
+    return distinct

@@ -1,0 +1,341 @@
+"""Measure one training step of which two blocks run (paper §3.5).
+
+The step's own code is not touched. Its seconds and bytes are divided into those of the measured
+block and of the rest of the step by what happens around the blocks' ``forward``::
+
+    embedding ... slice | block 0  | block 1  | gather ... head, loss      forward
+    ................... | warms up | measured | ......................     and backward, reversed
+
+Meters (:mod:`.meter`) tell of each call of a block; tensor hooks on what they saw come and go tell
+the same moments of the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_dcp.profiling.clock import clock_of
+from lightning_dcp.profiling.meter import Meter
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What one rank measured in one pass over one micro-batch.
+
+    Attributes:
+        total_s: Forward and backward of the step with the blocks that ran.
+        forward_s: Forward of the measured block.
+        backward_s: Backward of the measured block.
+        rest_s: What remains of ``total_s`` without all blocks that ran.
+        saved_bytes: Saved for backward by the measured block, without its input; ``None`` where
+            bytes were not counted in this pass.
+        input_bytes: The measured block's input.
+        rest_bytes: Saved for backward outside the blocks (CPU), or the peak above the blocks'
+            (CUDA, where it includes temporary memory).
+        input_shape: Shape of the stack's whole, not yet sliced input.
+        dtype: The coarsest of the input's type and autocast's.
+    """
+
+    total_s: float
+    forward_s: float
+    backward_s: float
+    rest_s: float
+    saved_bytes: float | None
+    input_bytes: float | None
+    rest_bytes: float | None
+    input_shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass
+class _Call:
+    """One call of a block: its moments, in a clock's own unit, and its bytes."""
+
+    forward_start: Any = None
+    forward_end: Any = None
+    backward_start: Any = None
+    backward_end: Any = None
+    input_storages: dict[int, int] = field(default_factory=dict)
+    output_storages: dict[int, int] = field(default_factory=dict)
+    allocated_bytes: int = 0
+    # Inputs and outputs, while bytes are counted on a CPU: the address of a freed one may come back
+    # as another's.
+    kept: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass
+class _BlockRecord:
+    """All calls of a block in one step; most steps call each block once."""
+
+    calls: list[_Call] = field(default_factory=list)
+    last_parameter: Any = None
+
+    @property
+    def input_storages(self) -> dict[int, int]:
+        return {key: size for call in self.calls for key, size in call.input_storages.items()}
+
+    @property
+    def output_storages(self) -> dict[int, int]:
+        return {key: size for call in self.calls for key, size in call.output_storages.items()}
+
+
+class StepProbe:
+    """Measure one forward and backward pass; use once, as a context manager around both.
+
+    Args:
+        meters: Of the blocks that run: the last is measured, those before it warm up.
+        module: The model. Its parameters and buffers do not count as saved bytes: they are there
+            anyway.
+        device: Where it runs.
+        count_bytes: Whether to count saved bytes. On a CPU it costs some microseconds per saved
+            tensor, so that passes that count are not the ones that time.
+    """
+
+    def __init__(
+        self,
+        meters: Sequence[Meter],
+        *,
+        module: nn.Module,
+        device: torch.device,
+        count_bytes: bool,
+    ) -> None:
+        self._meters = tuple(meters)
+        self._module = module
+        self._device = device
+        self._on_cuda = device.type == "cuda"
+        self._clock = clock_of(device)
+        self._count_bytes = count_bytes
+        self._counts_on_host = count_bytes and not self._on_cuda
+        self._records = tuple(_BlockRecord() for _ in self._meters)
+        self._running: int | None = None  # index of the block whose forward runs
+        self._saved: dict[int | None, dict[int, int]] = {}  # by that index: storage -> bytes
+        self._input_shape: tuple[int, ...] = ()
+        self._dtype = torch.float64
+        self._allocated_at_start = 0
+        self._peak_bytes = 0
+        self._exit = ExitStack()
+        self._start: Any = None
+        self._end: Any = None
+
+    def __enter__(self) -> StepProbe:
+        with ExitStack() as stack:
+            self._attach(stack)
+            if self._count_bytes and self._on_cuda:
+                torch.cuda.synchronize(self._device)
+                torch.cuda.reset_peak_memory_stats(self._device)
+                self._allocated_at_start = torch.cuda.memory_allocated(self._device)
+            elif self._count_bytes:
+                stack.enter_context(
+                    torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved)
+                )
+            self._exit = stack.pop_all()
+        self._start = self._clock.mark()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._end = self._clock.mark()
+        self._exit.close()
+        if self._count_bytes and self._on_cuda and exc_info[0] is None:
+            torch.cuda.synchronize(self._device)
+            peak = torch.cuda.max_memory_allocated(self._device)
+            self._peak_bytes = peak - self._allocated_at_start
+
+    def costs(self) -> StepCosts:
+        """What was measured, after the context was left.
+
+        Raises:
+            RuntimeError: If the blocks did not run, or nothing went backward through them.
+        """
+        total = self._clock.seconds(self._start, self._end)
+        forward = [self._forward_s(record) for record in self._records]
+        backward = [self._backward_s(record) for record in self._records]
+        saved = inputs = rest = None
+        if self._count_bytes:
+            saved, inputs, rest = self._bytes_on_cuda() if self._on_cuda else self._bytes()
+        return StepCosts(
+            total_s=total,
+            forward_s=forward[-1],
+            backward_s=backward[-1],
+            rest_s=max(0.0, total - sum(forward) - sum(backward)),
+            saved_bytes=saved,
+            input_bytes=inputs,
+            rest_bytes=rest,
+            input_shape=self._input_shape,
+            dtype=str(self._dtype).removeprefix("torch."),
+        )
+
+    def _attach(self, stack: ExitStack) -> None:
+        # Around the whole module call, so outside of what the runtime does: the input is whole.
+        whole = self._meters[0].block.register_forward_pre_hook(
+            self._whole_input, prepend=True, with_kwargs=True
+        )
+        stack.callback(whole.remove)
+        for index, (meter, record) in enumerate(zip(self._meters, self._records, strict=True)):
+            stack.enter_context(meter.reporting_to(self, index))
+            # Where the input needs no gradient, as with frozen embeddings, the block's backward
+            # ends with the last of its own parameters.
+            done = partial(self._parameter_done, record)
+            for parameter in meter.block.parameters():
+                if parameter.requires_grad:
+                    hook = parameter.register_post_accumulate_grad_hook(done)  # type: ignore[no-untyped-call]
+                    stack.callback(hook.remove)
+
+    def _whole_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = hidden_states((args, kwargs))
+        if hidden is not None:
+            self._input_shape = tuple(hidden.shape)
+            self._dtype = _coarsest(hidden)
+
+    def before(self, index: int, arguments: object) -> _Call:
+        """A meter's: a block begins."""
+        inputs = self._inputs_of(index, arguments)
+        call = _Call(input_storages=_storages(inputs))
+        self._records[index].calls.append(call)
+
+        def complete(_: torch.Tensor) -> None:
+            call.backward_end = self._clock.mark()  # the last input to be complete counts
+
+        for tensor in inputs:
+            if tensor.requires_grad:
+                tensor.register_hook(complete)  # type: ignore[no-untyped-call]
+        if self._counts_on_host:
+            call.kept.extend(inputs)
+        if self._on_cuda:
+            call.allocated_bytes = -torch.cuda.memory_allocated(self._device)
+        self._running = index
+        call.forward_start = self._clock.mark()
+        return call
+
+    def after(self, call: _Call, output: object) -> None:
+        """A meter's: the block that began ``call`` ends."""
+        call.forward_end = self._clock.mark()
+        self._running = None
+        if self._on_cuda:
+            call.allocated_bytes += torch.cuda.memory_allocated(self._device)
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        call.output_storages = _storages(outputs)
+
+        def begin(_: torch.Tensor) -> None:
+            if call.backward_start is None:  # the first output to be complete counts
+                call.backward_start = self._clock.mark()
+
+        for tensor in outputs:
+            if tensor.requires_grad:
+                tensor.register_hook(begin)  # type: ignore[no-untyped-call]
+        if self._counts_on_host:
+            call.kept.extend(outputs)
+
+    def _parameter_done(self, record: _BlockRecord, _: torch.Tensor) -> None:
+        record.last_parameter = self._clock.mark()
+
+    def _inputs_of(self, index: int, arguments: object) -> list[torch.Tensor]:
+        """The block's own inputs: what the block before it gave, not what all blocks share."""
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        if index > 0:
+            previous = self._records[index - 1].output_storages
+            handed_on = [tensor for tensor in tensors if _storages([tensor]).keys() & previous]
+            if handed_on:
+                return handed_on
+        hidden = hidden_states(arguments)
+        return [] if hidden is None else [hidden]
+
+    def _forward_s(self, record: _BlockRecord) -> float:
+        calls = [call for call in record.calls if call.forward_end is not None]
+        if not calls:
+            raise RuntimeError(
+                "A repeated block was not called by the training step, so that its cost cannot be "
+                "measured. Name the blocks that the step uses (`blocks`)."
+            )
+        return sum(self._clock.seconds(call.forward_start, call.forward_end) for call in calls)
+
+    def _backward_s(self, record: _BlockRecord) -> float:
+        calls = [call for call in record.calls if call.backward_start is not None]
+        if not calls:
+            raise RuntimeError(
+                "The loss does not depend on the output of a repeated block, so that its backward "
+                "cannot be measured. Name the blocks that the loss depends on (`blocks`)."
+            )
+        spans = (
+            (call.backward_start, call.backward_end or record.last_parameter or call.backward_start)
+            for call in calls
+        )
+        return sum(self._clock.seconds(start, end) for start, end in spans)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout == torch.strided and tensor.device.type == self._device.type:
+            self._saved.setdefault(self._running, {}).update(_storages([tensor]))
+        # Not the tensor itself: autograd would hold its own output in a cycle.
+        return tensor.detach()
+
+    def _bytes(self) -> tuple[float, float, float]:
+        """Saved by the measured block, its input, and saved by the rest of the step."""
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        apart = {pointer for tensor in tensors for pointer in _storages([tensor])}
+        inputs: dict[int, int] = {}
+        for record in self._records:
+            inputs |= record.input_storages
+        measured = self._records[-1]
+        outside = self._saved.get(None, {})
+        # The output is the next block's input, which is counted there. What is also saved outside
+        # or by the block before, such as a mask that all blocks share, is there once, not L times.
+        apart_from_block = apart | inputs.keys() | measured.output_storages.keys() | outside.keys()
+        for index in range(len(self._meters) - 1):
+            apart_from_block |= self._saved.get(index, {}).keys()
+        saved = self._saved.get(len(self._meters) - 1, {})
+        own = {pointer: size for pointer, size in saved.items() if pointer not in apart_from_block}
+        shared = {
+            pointer: size
+            for pointer, size in saved.items()
+            if pointer in apart_from_block - measured.output_storages.keys()
+        }
+        rest = {
+            pointer: size
+            for pointer, size in (outside | shared).items()
+            if pointer not in apart and pointer not in inputs
+        }
+        return (
+            float(sum(own.values())),
+            float(sum(measured.input_storages.values())),
+            float(sum(rest.values())),
+        )
+
+    def _bytes_on_cuda(self) -> tuple[float, float, float]:
+        """As ``_bytes``, from the allocator; the rest is what the peak has above the blocks."""
+        inputs = float(sum(self._records[-1].input_storages.values()))
+        own = blocks = 0.0
+        for record in self._records:
+            own = 0.0
+            for call in record.calls:
+                handed_on = call.output_storages.items() - call.input_storages.items()
+                own += max(0.0, call.allocated_bytes - sum(size for _, size in handed_on))
+            blocks += own + inputs
+        return own, inputs, max(0.0, self._peak_bytes - blocks)
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Address and bytes of each distinct storage: views of one are not counted twice."""
+    storages = (tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes() > 0}
+
+
+def hidden_states(arguments: object) -> torch.Tensor | None:
+    """The hidden states among a block's arguments: its first floating-point tensor."""
+    for leaf in tree_leaves(arguments):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            return leaf
+    return None
+
+
+def _coarsest(tensor: torch.Tensor) -> torch.dtype:
+    dtypes = [tensor.dtype]
+    if torch.is_autocast_enabled(tensor.device.type):
+        dtypes.append(torch.get_autocast_dtype(tensor.device.type))
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)

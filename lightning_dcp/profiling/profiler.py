@@ -1,0 +1,164 @@
+"""Dual-layer cost profile of the user's own training step (paper §3.5; DESIGN.md §6).
+
+1. The trials without which no fit exists run: three lengths, one and two samples, one rank each.
+   They also show what the blocks' arguments mean and how many heads the attention has.
+2. SP sizes that the model cannot be split by are excluded, by its heads and by comparing the model
+   run whole with the model run sharded. The same few trials follow on those that are left.
+3. Upward in length with one sample on every SP size, while the next trial's forecast fits the
+   budget and the memory.
+4. More samples per micro-batch, in what is left of the budget.
+
+Every rank walks the same trials: what is decided follows from numbers that all ranks exchanged,
+time among them, which is rank 0's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_dcp.parallel.runtime import BlockRuntime
+from lightning_dcp.parallel.topology import Topology
+from lightning_dcp.profiling.cost_profile import CostProfile
+from lightning_dcp.profiling.meter import Meter, metered
+from lightning_dcp.profiling.options import ProfilingOptions
+from lightning_dcp.profiling.preserve import preserve
+from lightning_dcp.profiling.progress import progress_bar
+from lightning_dcp.profiling.search import Search
+from lightning_dcp.profiling.trial import NUM_ACTIVE_BLOCKS, Gather, Step
+
+
+def profile_costs(
+    *,
+    step: Callable[[Any], torch.Tensor],
+    module: nn.Module,
+    runtime: BlockRuntime,
+    make_batch: Callable[[int, int], Any],
+    lengths: Sequence[int] | np.ndarray,
+    topology: Topology,
+    options: ProfilingOptions,
+    device: torch.device,
+    fixed_bytes: int,
+    memory_limit_bytes: int | None = None,
+    sp_sizes: Iterable[int] = (1,),
+    gather: Gather | None = None,
+    step_overhead_s: float = 0.0,
+    fingerprint: str = "",
+    progress: bool = True,
+) -> CostProfile:
+    """Measure what a micro-batch costs; called by all ranks alike.
+
+    The module, its gradients and all random states are bit-identical afterwards, also when
+    profiling raises.
+
+    Args:
+        step: Runs the user's training step on a batch that is already on the device and returns the
+            loss; precision contexts and silence of logging are its own business.
+        module: The whole model, in the mode in which it trains.
+        runtime: Of the model's blocks; attached afterwards.
+        make_batch: ``(batch_size, seq_len)`` to a batch on the device, of real samples of about
+            that length. With the same random states it gives the same batch on every rank. Its
+            true size is read off the blocks' input.
+        lengths: Length of every sample of the data set, in tokens.
+        topology: SP groups of all ``sp_sizes`` must have been created.
+        options: Budget and the like.
+        device: Where the model is.
+        fixed_bytes: ``M_C``, with gradients and this rank's part of the optimizer state; the
+            largest of all ranks counts.
+        memory_limit_bytes: Trials that are expected to need more are left out; the least of all
+            ranks counts.
+        sp_sizes: SP sizes that may be used; those that this world has no group for are ignored.
+        gather: Objects of all ranks in rank order, on every rank. Default: over torch's default
+            process group, or this process alone where there is none.
+        step_overhead_s: Known seconds per iteration outside micro-batches.
+        fingerprint: Key under which the result may be cached.
+        progress: Whether rank 0 shows a progress bar, if its standard error is a terminal.
+
+    Returns:
+        The profile, identical on all ranks.
+
+    Raises:
+        ValueError: If there are no lengths, or even the smallest trial does not fit the memory.
+        RuntimeError: If the step does not run through the blocks, or failed on another rank.
+    """
+    all_lengths = np.asarray(lengths, dtype=np.int64)
+    if all_lengths.size == 0:
+        raise ValueError("The data set has no samples: there is nothing to measure costs on.")
+    gather = gather or _default_gather(topology)
+    sizes = sorted({1, *(p for p in sp_sizes if p in topology.sp_sizes)})
+    limits = [limit for limit in gather(memory_limit_bytes) if limit is not None]
+    user_step = Step(
+        step=step,
+        make_batch=make_batch,
+        module=module,
+        runtime=runtime,
+        topology=topology,
+        device=device,
+    )
+    with (
+        preserve(module),
+        _metered_below(runtime) as meters,
+        progress_bar(options.budget_s, progress and topology.rank == 0) as report,
+    ):
+        search = Search(
+            user_step,
+            meters=meters,
+            lengths=all_lengths,
+            options=options,
+            fixed_bytes=max(gather(int(fixed_bytes))),
+            memory_limit_bytes=min(limits, default=None),
+            gather=gather,
+            report=report,
+        )
+        search.run(sizes)
+        signature = runtime.signature
+        profile = CostProfile(
+            measurements=search.measurements(),
+            num_blocks=len(runtime.stack.blocks),
+            fixed_bytes=search.fixed_bytes,
+            step_overhead_s=step_overhead_s,
+            signature=None if signature is None else signature.to_json(),
+            attention_heads=() if signature is None else tuple(sorted(signature.attention_heads)),
+            sp_size_exclusions=search.exclusions,
+            fingerprint=fingerprint,
+            skipped=tuple(search.skipped),
+            duration_s=search.runner.elapsed_s(),
+        )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # blocks cut for the trials' shapes are of no use to training's
+    # Equal by construction, save for what only one rank could know better, such as a version of
+    # Python that rounds otherwise: rank 0's is everybody's.
+    return CostProfile.from_json(gather(profile.to_json())[0])
+
+
+@contextmanager
+def _metered_below(runtime: BlockRuntime) -> Iterator[tuple[Meter, ...]]:
+    """Meters on the first blocks, below the runtime's wrappers; it is attached inside and after."""
+    runtime.detach()
+    try:
+        with metered(runtime.stack.blocks[:NUM_ACTIVE_BLOCKS]) as meters:
+            runtime.attach()
+            try:
+                yield meters
+            finally:
+                runtime.detach()
+    finally:
+        runtime.attach()
+
+
+def _default_gather(topology: Topology) -> Gather:
+    if topology.world_size == 1:
+        return lambda value: [value]
+
+    def gather(value: Any) -> list[Any]:
+        values: list[Any] = [None] * topology.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    return gather
