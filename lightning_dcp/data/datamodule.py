@@ -1,0 +1,162 @@
+"""What a DataModule tells DCP about its data, and how the profiler gets batches of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_dcp.data.samples import fetch_samples
+
+ProfileBatch = Callable[[int, int], Any]
+
+
+class DCPDataModuleMixin:
+    """Tells DCP how long samples are. Mix it into a `LightningDataModule`, before that class.
+
+    Everything else stays an ordinary DataModule, `train_dataloader` an ordinary `DataLoader`::
+
+        class MyData(lightning_dcp.DCPDataModuleMixin, L.LightningDataModule):
+            def sequence_lengths(self, dataset):
+                return [len(text) for text in dataset.texts]
+
+            def train_dataloader(self):
+                return DataLoader(self.train_set, batch_size=8, shuffle=True, collate_fn=pad)
+
+    All methods are optional. Those that are not overridden return `NotImplemented`, which means
+    "find out another way"; an override may return it as well, for example for a data set that it
+    does not know.
+    """
+
+    def sequence_lengths(self, dataset: Any) -> Sequence[int]:
+        """Length in tokens of every sample, along the dimension that is sharded.
+
+        Args:
+            dataset: The train loader's data set, as it is: a `Subset` if it is one. Return
+                `NotImplemented` for a `Subset` or `ConcatDataset` to be asked for its parts.
+
+        Returns:
+            One positive int per sample, in the order of `dataset[0]`, `dataset[1]`, ...
+        """
+        del dataset
+        return NotImplemented  # type: ignore[no-any-return]
+
+    def profile_batch(self, batch_size: int, seq_len: int) -> Any:
+        """A batch for the cost profile, instead of one collated from real samples.
+
+        Override it where reading samples of a given length is slow, or where no sample is as long
+        as those that training will see::
+
+            def profile_batch(self, batch_size, seq_len):
+                tokens = torch.randint(self.vocab_size, (batch_size, seq_len))
+                return {"input_ids": tokens, "labels": tokens}
+
+        Args:
+            batch_size: Number of samples in the batch.
+            seq_len: Length in tokens of the longest of them.
+
+        Returns:
+            What the collate function would return, on the CPU.
+        """
+        del batch_size, seq_len
+        return NotImplemented
+
+    def truncate_sample(self, sample: Any, max_length: int) -> Any:
+        """Cut a sample that is too long; only called with `on_too_long="truncate"`.
+
+        By default tensors, arrays and lists as long as the sample are cut, also inside a mapping or
+        tuple. It runs in the loader's workers.
+
+        Args:
+            sample: What `dataset[i]` returned. It may have just `max_length` tokens.
+            max_length: Number of tokens that may stay.
+
+        Returns:
+            The sample with at most `max_length` tokens.
+        """
+        del sample, max_length
+        return NotImplemented
+
+
+class MicroBatchMaker:
+    """Makes CPU batches of about a given size for the cost profile.
+
+    Real samples, read and collated by the user's own code, so that a training step sees what it
+    will see later. Deterministic: the same arguments give the same samples on every rank.
+
+    Args:
+        dataset: The train loader's data set.
+        lengths: Length of every sample in tokens, shape (num_samples,).
+        collate: The train loader's `collate_fn`.
+        profile_batch: Used instead where given, unless it returns `NotImplemented`
+            (`DCPDataModuleMixin.profile_batch`).
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        lengths: npt.NDArray[np.int64],
+        collate: Callable[[list[Any]], Any],
+        profile_batch: ProfileBatch | None = None,
+    ) -> None:
+        if len(lengths) == 0:
+            raise ValueError("There are no samples to make a batch of.")
+        self._dataset = dataset
+        self._collate = collate
+        self._profile_batch = profile_batch
+        self._by_length = np.argsort(lengths, kind="stable")
+        self._sorted_lengths = np.asarray(lengths)[self._by_length]
+
+    def __call__(self, batch_size: int, seq_len: int) -> Any:
+        """A batch of `batch_size` samples, the longest of about `seq_len` tokens.
+
+        Args:
+            batch_size: Number of samples, at least 1.
+            seq_len: Wanted length in tokens.
+
+        Returns:
+            What the collate function (or `profile_batch`) returned.
+        """
+        if self._profile_batch is not None:
+            batch = self._profile_batch(batch_size, seq_len)
+            if batch is not NotImplemented:
+                return batch
+        return self._collate(fetch_samples(self._dataset, self.sample_ids(batch_size, seq_len)))
+
+    def longest(self, seq_len: int) -> int:
+        """Length of the longest sample of a batch asked for `seq_len` tokens, without making it."""
+        return int(self._sorted_lengths[self._nearest(seq_len)])
+
+    def sample_ids(self, batch_size: int, seq_len: int) -> tuple[int, ...]:
+        """The samples of a batch: the nearest to `seq_len` first, then ever shorter ones.
+
+        None is longer than the nearest, which alone decides the padded size, and none is shorter
+        than half of it, so that little is padding. Where there are fewer than `batch_size` of
+        these, they are taken again in turn.
+        """
+        if batch_size < 1 or seq_len < 1:
+            raise ValueError(
+                f"`batch_size` and `seq_len` must be at least 1, got {batch_size} and {seq_len}."
+            )
+        last = self._nearest(seq_len)
+        half = self._sorted_lengths[last] / 2
+        first = int(np.searchsorted(self._sorted_lengths[: last + 1], half, side="left"))
+        nearest_first = self._by_length[max(first, last + 1 - batch_size) : last + 1][::-1]
+        return tuple(int(i) for i in np.resize(nearest_first, batch_size))
+
+    def _nearest(self, seq_len: int) -> int:
+        """Position in the sorted lengths that is nearest to `seq_len`; the shorter one of two."""
+        above = int(np.searchsorted(self._sorted_lengths, seq_len, side="right"))
+        if above == 0:
+            # All are longer. Several may share the least length: the last has most neighbours.
+            shortest = self._sorted_lengths[0]
+            return int(np.searchsorted(self._sorted_lengths, shortest, side="right")) - 1
+        below = above - 1
+        if above == len(self._sorted_lengths):
+            return below
+        longer = self._sorted_lengths[above]
+        if longer - seq_len < seq_len - self._sorted_lengths[below]:
+            return int(np.searchsorted(self._sorted_lengths, longer, side="right")) - 1
+        return below

@@ -1,0 +1,97 @@
+"""Which samples this rank reads, iteration by iteration: the plan seen by one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch.utils.data import DistributedSampler
+from typing_extensions import override
+
+from lightning_dcp.data.batch import PlanKey
+
+if TYPE_CHECKING:
+    from lightning_dcp.planning.plan import Plan
+
+
+class Planner(Protocol):
+    """What the data layer needs of a planner; `planning.planner.EpochPlanner` is one."""
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations per epoch, the same for every epoch and rank."""
+
+    def epoch(self, epoch: int) -> Sequence[Plan]:
+        """The `num_iterations` plans of one epoch."""
+
+
+class PlanSampler(DistributedSampler[Any]):
+    """Yields, per iteration, the sample ids of each micro-batch that this rank runs.
+
+    It is a `DistributedSampler` because that is the one kind of sampler that Lightning neither
+    shards again nor replaces, and whose `set_epoch` it calls before each epoch. It needs no
+    `torch.distributed`: rank and world size are given.
+
+    The only state is `epoch`: plans are a pure function of it, so that a sampler made anew for
+    the same epoch goes over the same keys. Each iterator belongs to one epoch and its keys say
+    which. NOTE (early iterators): Lightning makes the first iterator, whose workers fetch at once,
+    before it calls `set_epoch`; in a resumed run that would be the plan of epoch 0. Hence the
+    `epoch` argument. For all later epochs Lightning calls `set_epoch` first.
+
+    Args:
+        planner: Gives the plans.
+        rank: Global rank whose share is yielded.
+        world_size: Number of ranks.
+        epoch: The epoch of iterators made before `set_epoch` is called.
+
+    Raises:
+        ValueError: Rank or epoch out of range, or a planner without iterations.
+    """
+
+    def __init__(self, planner: Planner, *, rank: int, world_size: int, epoch: int = 0) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"`rank` must be in [0, {world_size}), got {rank}.")
+        if epoch < 0:
+            raise ValueError(f"`epoch` must not be negative, got {epoch}.")
+        if planner.num_iterations < 1:
+            raise ValueError(f"The planner gives {planner.num_iterations} iterations per epoch.")
+        # The base class wants something sized to cut into equal parts: here, one part per rank of
+        # all ranks' iterations.
+        everything: Any = range(planner.num_iterations * world_size)
+        super().__init__(everything, num_replicas=world_size, rank=rank, shuffle=False)
+        self.planner = planner
+        self.epoch = epoch
+        self._planned: dict[int, Sequence[Plan]] = {}
+
+    @override
+    def __len__(self) -> int:
+        """Iterations per epoch, the same for every rank and epoch."""
+        return self.planner.num_iterations
+
+    def plans(self, epoch: int) -> Sequence[Plan]:
+        """The plans of an epoch, made once: iterators and whoever runs the plans share them.
+
+        Raises:
+            RuntimeError: The planner made another number of plans than it promised.
+        """
+        if epoch not in self._planned:
+            plans = self.planner.epoch(epoch)
+            if len(plans) != len(self):
+                raise RuntimeError(
+                    f"The planner made {len(plans)} plans for epoch {epoch}, but promised "
+                    f"{len(self)} for every epoch."
+                )
+            # Two epochs meet where workers already fetch the next one.
+            newest = sorted(self._planned)[-1:]
+            self._planned = {**{e: self._planned[e] for e in newest}, epoch: plans}
+        return self._planned[epoch]
+
+    @override
+    def __iter__(self) -> Iterator[PlanKey]:
+        # Being a generator, it reads `epoch` at the first key, not when it is made: see NOTE (early
+        # iterators).
+        epoch = self.epoch
+        plans = self.plans(epoch)
+        for iteration in range(len(plans)):
+            micro_batches = plans[iteration].for_rank(self.rank)
+            yield PlanKey(epoch, iteration, tuple(mb.sample_ids for mb in micro_batches))

@@ -1,0 +1,79 @@
+"""The plan seen by one rank, epoch by epoch."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_dcp.data import PlanKey, PlanSampler
+from tests.data.toys import RoundRobinPlanner, TokenDataset, make_planner, some_lengths
+
+LENGTHS = some_lengths(40)
+
+
+def test_keys_are_this_ranks_micro_batches_in_order() -> None:
+    planner = make_planner(LENGTHS, 3)
+    plans = planner.epoch(2)
+    for rank in range(3):
+        sampler = PlanSampler(planner, rank=rank, world_size=3, epoch=2)
+        keys = list(sampler)
+        assert len(sampler) == len(keys) == planner.num_iterations
+        for iteration, (key, plan) in enumerate(zip(keys, plans, strict=True)):
+            expected = tuple(mb.sample_ids for mb in plan.micro_batches if rank in mb.ranks)
+            assert key == PlanKey(2, iteration, expected)
+            assert pickle.loads(pickle.dumps(key)) == key
+
+
+def test_lightning_leaves_it_alone_and_sets_the_epoch() -> None:
+    sampler = PlanSampler(make_planner(LENGTHS, 2), rank=1, world_size=2)
+    assert isinstance(sampler, DistributedSampler)
+    loader = DataLoader(TokenDataset(LENGTHS), batch_size=None, sampler=sampler)
+    first = [key.epoch for key in sampler]
+    _set_sampler_epoch(loader, 1)
+    assert set(first) == {0}
+    assert {key.epoch for key in sampler} == {1}
+
+
+def test_an_iterator_belongs_to_the_epoch_of_its_first_key() -> None:
+    sampler = PlanSampler(make_planner(LENGTHS, 2), rank=0, world_size=2)
+    early = iter(sampler)
+    sampler.set_epoch(3)  # as Lightning does: after the iterator was made
+    assert next(early).epoch == 3
+    sampler.set_epoch(4)
+    assert {key.epoch for key in early} == {3}
+    assert next(iter(sampler)).epoch == 4
+
+
+def test_an_epoch_is_planned_once() -> None:
+    calls: list[int] = []
+
+    class Recording(RoundRobinPlanner):
+        def epoch(self, epoch: int) -> list:
+            calls.append(epoch)
+            return super().epoch(epoch)
+
+    sampler = PlanSampler(Recording(LENGTHS, 2), rank=0, world_size=2)
+    for epoch in (0, 1):
+        sampler.set_epoch(epoch)
+        keys = list(sampler)
+        assert sampler.plans(epoch)[0].for_rank(0)[0].sample_ids == keys[0].sample_ids[0]
+    sampler.plans(0)  # an iterator of the next epoch does not push the current one out
+    assert calls == [0, 1]
+
+
+def test_wrong_arguments_and_broken_promises() -> None:
+    planner = RoundRobinPlanner(LENGTHS, 2)
+    with pytest.raises(ValueError, match=r"`rank` must be in \[0, 2\), got 2"):
+        PlanSampler(planner, rank=2, world_size=2)
+    with pytest.raises(ValueError, match="`epoch` must not be negative, got -1"):
+        PlanSampler(planner, rank=0, world_size=2, epoch=-1)
+    with pytest.raises(ValueError, match="gives 0 iterations"):
+        PlanSampler(RoundRobinPlanner(LENGTHS, 2, num_iterations=0), rank=0, world_size=2)
+    sampler = PlanSampler(planner, rank=0, world_size=2)
+    planner.num_iterations = 5
+    planner.epoch = lambda epoch: RoundRobinPlanner(LENGTHS, 2).epoch(epoch)  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="made 4 plans for epoch 0, but promised 5"):
+        next(iter(sampler))
