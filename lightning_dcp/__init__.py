@@ -1,0 +1,34 @@
+"""Data-Centric Parallel for PyTorch Lightning.
+
+Importing this package registers the strategies `dcp` (DeepSpeed ZeRO-1) and `dcp_ddp`::
+
+    import lightning as L
+    import lightning_dcp
+
+    L.Trainer(strategy="dcp", devices=8).fit(model, datamodule=data)
+
+"DCP" is Data-Centric Parallel here, not `torch.distributed.checkpoint`.
+"""
+
+from lightning_dcp.callback import DCPCallback
+from lightning_dcp.data.datamodule import DCPDataModuleMixin
+from lightning_dcp.parallel.attention import attention
+from lightning_dcp.planning.options import PlanningOptions
+from lightning_dcp.profiling.options import ProfilingOptions
+from lightning_dcp.strategies.ddp import DCPDDPStrategy
+from lightning_dcp.strategies.deepspeed import DCPStrategy
+from lightning_dcp.strategies.registration import register_strategies
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DCPCallback",
+    "DCPDDPStrategy",
+    "DCPDataModuleMixin",
+    "DCPStrategy",
+    "PlanningOptions",
+    "ProfilingOptions",
+    "attention",
+]
+
+register_strategies()

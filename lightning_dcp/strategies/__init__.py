@@ -1,0 +1,1 @@
+"""Lightning's side: the strategies, and what of Lightning they touch."""

@@ -1,0 +1,272 @@
+"""Every private name of Lightning that this package touches, each with the reason.
+
+Lightning has no public place for what a plan-driven strategy needs: a training batch made of several
+micro-batches, an iteration-wide loss, and logging that is reduced once per iteration. What is
+touched is kept here so that a new Lightning release is checked in one file. Written against
+Lightning 2.6.6; the names are covered by `tests/strategies/test_lightning_compat.py`.
+
+========================================  =====================================================
+private name                              why
+========================================  =====================================================
+``_data_connector._prepare_dataloader``   the only place that is given the user's own train loader
+                                          together with its stage, before a DistributedSampler is
+                                          put in
+``fit_loop.epoch_loop._results``          where `self.log` files values; ours collects those of an
+                                          iteration and reduces them once
+``fit_loop.epoch_loop.
+automatic_optimization``                  returns the loss that callbacks see; ours puts the
+                                          iteration's mean there
+``LightningModule.
+_on_before_batch_transfer``               would hand the user's hook a list of micro-batches
+``LightningModule._current_fx_name``      is "backward" while micro-batches 1.. run, which would
+                                          file their logs under another key
+``trainer._results.batch(_size)``         from which Lightning guesses a batch size
+``trainer._loggers``                      replaced by a DummyLogger while the cost profile is made
+``fit_loop._data_source``                 to know whether a train loader exists at all
+========================================  =====================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_dcp.data.batch import IterationBatch
+
+if TYPE_CHECKING:
+    from collections import OrderedDict
+
+    import lightning as L
+    from torch.optim import Optimizer
+
+    from lightning_dcp.strategies.iteration_logs import LogKey
+
+LogCall = Callable[..., None]
+
+
+class IterationResults(_ResultCollection):
+    """Lightning's store of logged values, with a hook for values logged inside a micro-batch.
+
+    While `collector` is set, tensors given to `self.log` go to it (they are reduced once, at the end
+    of the iteration); everything else is Lightning's.
+    """
+
+    def __init__(self, training: bool) -> None:
+        super().__init__(training)
+        self.collector: Callable[[str, str, Tensor, dict[str, Any]], None] | None = None
+        self.metric_seen: Callable[[str, str, Metric, dict[str, Any]], None] | None = None
+        #: Samples of the running iteration over all ranks: the batch size of what callbacks log.
+        self.iteration_batch_size = 1
+
+    @override
+    def _extract_batch_size(self, value: Any, batch_size: int | None, meta: Any) -> int:
+        if batch_size is None and isinstance(self.batch, IterationBatch):
+            return self.iteration_batch_size
+        return super()._extract_batch_size(value, batch_size, meta)
+
+    @override
+    def log(self, fx: str, name: str, value: Any, **kwargs: Any) -> None:
+        if isinstance(value, Metric):
+            if self.metric_seen is not None:
+                self.metric_seen(fx, name, value, kwargs)
+        elif self.collector is not None and isinstance(value, Tensor):
+            self.collector(fx, name, value, kwargs)
+            return
+        super().log(fx, name, value, **kwargs)
+
+
+class IterationOptimization(_AutomaticOptimization):
+    """Automatic optimization whose output carries the iteration's mean loss.
+
+    Lightning copies the loss that `training_step` returns before `backward` runs; that is the first
+    micro-batch's, already weighted for the backward pass.
+    """
+
+    def __init__(self, trainer: L.Trainer, iteration_loss: Callable[[], Tensor | None]) -> None:
+        super().__init__(trainer)
+        self._iteration_loss = iteration_loss
+
+    @override
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
+        outputs = super().run(optimizer, batch_idx, kwargs)
+        loss = self._iteration_loss()
+        if loss is not None and "loss" in outputs:
+            outputs["loss"] = loss
+        return outputs
+
+
+class TrainerPatches:
+    """Puts our pieces into one Trainer for the duration of one `fit`, and takes them out again."""
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        *,
+        prepare_train_loader: Callable[[DataLoader[Any]], DataLoader[Any]],
+        iteration_loss: Callable[[], Tensor | None],
+    ) -> None:
+        self._trainer = trainer
+        self._pl_module = pl_module
+        epoch_loop = trainer.fit_loop.epoch_loop
+
+        self._old_results = epoch_loop._results
+        self.results = IterationResults(training=True)
+        epoch_loop._results = self.results
+
+        self._old_optimization = epoch_loop.automatic_optimization
+        optimization = IterationOptimization(trainer, iteration_loss)
+        # Progress is state that checkpoints restore: the new loop goes on counting where the old one is.
+        optimization.optim_progress = self._old_optimization.optim_progress
+        epoch_loop.automatic_optimization = optimization
+
+        connector = trainer._data_connector
+        prepare = connector._prepare_dataloader
+
+        def prepare_dataloader(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+            if mode == RunningStage.TRAINING:
+                return prepare_train_loader(dataloader)  # type: ignore[arg-type]
+            return prepare(dataloader, shuffle=shuffle, mode=mode)
+
+        connector._prepare_dataloader = prepare_dataloader  # type: ignore[method-assign]
+
+        before_transfer = pl_module._on_before_batch_transfer
+
+        def on_before_batch_transfer(batch: Any, dataloader_idx: int = 0) -> Any:
+            # The user's hook runs once per micro-batch, in `move_micro_batch`.
+            if isinstance(batch, IterationBatch):
+                return batch
+            return before_transfer(batch, dataloader_idx=dataloader_idx)
+
+        pl_module.__dict__["_on_before_batch_transfer"] = on_before_batch_transfer
+
+    def remove(self) -> None:
+        """Undo everything. Safe to call twice."""
+        self._trainer._data_connector.__dict__.pop("_prepare_dataloader", None)
+        self._pl_module.__dict__.pop("_on_before_batch_transfer", None)
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        if epoch_loop._results is self.results:
+            epoch_loop._results = self._old_results
+        if isinstance(epoch_loop.automatic_optimization, IterationOptimization):
+            self._old_optimization.optim_progress = (
+                epoch_loop.automatic_optimization.optim_progress
+            )
+            epoch_loop.automatic_optimization = self._old_optimization
+
+
+@contextmanager
+def logging_as_training_step(pl_module: L.LightningModule) -> Iterator[None]:
+    """File what is logged under `training_step`, also while Lightning is in its backward hook."""
+    before = pl_module._current_fx_name
+    pl_module._current_fx_name = "training_step"
+    try:
+        yield
+    finally:
+        pl_module._current_fx_name = before
+
+
+@contextmanager
+def silent_logging(trainer: L.Trainer, pl_module: L.LightningModule) -> Iterator[None]:
+    """`self.log*` does nothing and loggers are dummies: for steps that are not training."""
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    loggers = trainer._loggers
+    trainer._loggers = [DummyLogger() for _ in loggers]  # type: ignore[assignment]
+    shadowed = {name: pl_module.__dict__[name] for name in ("log", "log_dict") if name in pl_module.__dict__}
+    pl_module.__dict__["log"] = pl_module.__dict__["log_dict"] = nothing
+    try:
+        yield
+    finally:
+        trainer._loggers = loggers
+        for name in ("log", "log_dict"):
+            pl_module.__dict__.pop(name, None)
+        pl_module.__dict__.update(shadowed)
+
+
+def move_micro_batch(
+    strategy_batch_to_device: Callable[..., Any], pl_module: L.LightningModule, batch: Any, device: torch.device
+) -> Any:
+    """One micro-batch through the user's `on_before_batch_transfer`, transfer and after hooks."""
+    trainer = pl_module.trainer
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = type(pl_module)._on_before_batch_transfer(pl_module, batch, dataloader_idx=0)
+    return strategy_batch_to_device(batch, device=device, dataloader_idx=0)
+
+
+def step_arguments(pl_module: L.LightningModule, batch: Any) -> tuple[Any, ...]:
+    """Arguments for `training_step`, which may leave `batch_idx` out."""
+    takes_index = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
+    return (batch, 0) if takes_index else (batch,)
+
+
+def set_current_batch(trainer: L.Trainer, batch: Any) -> None:
+    """Let Lightning infer a logged value's batch size from this micro-batch."""
+    results = trainer._results
+    if results is not None:
+        results.batch = batch
+        results.batch_size = None
+
+
+def has_train_loader(trainer: L.Trainer) -> bool:
+    """Whether `fit` was given a train loader (or a module or datamodule that makes one)."""
+    return bool(trainer.fit_loop._data_source.is_defined())
+
+
+def file_reduced_value(
+    trainer: L.Trainer, results: IterationResults, key: LogKey, value: Tensor, weight: float
+) -> None:
+    """Give Lightning one value that is already reduced over ranks and micro-batches."""
+    connector = trainer._logger_connector
+    if connector.should_reset_tensors(key.fx):
+        # Lightning resets in `self.log`, which an idle rank has not called in this epoch.
+        results.reset(metrics=False, fx=key.fx)
+    connector._current_fx = key.fx
+    results.log(
+        key.fx,
+        key.name,
+        value.to(torch.get_default_dtype()),
+        prog_bar=key.prog_bar,
+        logger=key.logger,
+        on_step=key.on_step,
+        on_epoch=key.on_epoch,
+        reduce_fx=key.reduce,
+        # "Synchronised" by the identity: no collective, and no warning that it should be.
+        sync_dist=True,
+        sync_dist_fn=_identity,
+        batch_size=max(1, round(weight)),
+    )
+
+
+def file_metric(pl_module: L.LightningModule, results: IterationResults, key: LogKey) -> None:
+    """Register a metric object that other ranks log, where this rank has not: it will be asked to compute."""
+    stored = results.get(f"{key.fx}.{key.name}")
+    if (stored is not None and not stored.has_reset) or key.metric_attribute is None:
+        return
+    results.log(
+        key.fx,
+        key.name,
+        pl_module.get_submodule(key.metric_attribute),
+        prog_bar=key.prog_bar,
+        logger=key.logger,
+        on_step=key.on_step,
+        on_epoch=key.on_epoch,
+        metric_attribute=key.metric_attribute,
+    )
+
+
+def _identity(value: Any, *_: Any, **__: Any) -> Any:
+    return value

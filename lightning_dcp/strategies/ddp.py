@@ -1,0 +1,110 @@
+"""DCP with replicated parameters and optimizer state: Lightning's DDP, one reduction per iteration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_dcp.strategies.gradients import zero_for
+from lightning_dcp.strategies.iteration import LossAverage
+from lightning_dcp.strategies.mixin import DCPSettings, DCPStrategyMixin
+
+if TYPE_CHECKING:
+    import lightning as L
+
+    from lightning_dcp.planning.options import PlanningOptions
+    from lightning_dcp.profiling.options import ProfilingOptions
+
+
+class DCPDDPStrategy(DCPStrategyMixin):
+    """Data-Centric Parallel with the model replicated on each rank (`strategy="dcp_ddp"`).
+
+    NOTE [Closing pass]
+        DDP reduces while a backward pass runs, and every rank must run that pass over the same
+        parameters. Here ranks run different numbers of micro-batches, some none, some over other
+        branches of the model. So all micro-batches run without DDP's wrapper, which accumulates
+        gradients locally, and each iteration ends with one backward pass through the wrapper of a
+        zero that depends on every parameter: it adds nothing, and DDP reduces what has accumulated,
+        in its buckets, with its comm hook. A parameter without a gradient takes part as zeros.
+
+    Args:
+        policy: how plans are made: `dcp-intra` (default), `dcp-inter`, or the baseline `bucket`.
+            Short for `planning.policy`.
+        planning: step size, accumulation limits, buckets, SP sizes, memory limit, seed.
+        profiling: time budget and cache of the cost profile.
+        blocks: dotted path of the `ModuleList` or `Sequential` that holds the repeated blocks, such
+            as `model.layers`; by default the longest run of same-class modules.
+        sequence_dims: for arguments of a block (by name or position) the dimension that runs along
+            the sequence, or null for arguments that stay whole; by default learned while profiling.
+        loss_average: what the loss that `training_step` returns is a mean over: `tokens` or
+            `samples`.
+        ignore_index: label that bears no loss.
+        timeout: of collectives.
+        kwargs: further arguments of Lightning's `DDPStrategy`.
+    """
+
+    strategy_name = "dcp_ddp"
+
+    def __init__(
+        self,
+        policy: str | None = None,
+        planning: PlanningOptions | None = None,
+        profiling: ProfilingOptions | None = None,
+        blocks: str | None = None,
+        sequence_dims: dict[str, int | None] | None = None,
+        loss_average: LossAverage = "tokens",
+        ignore_index: int = -100,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs.get("model_averaging_period") is not None:
+            raise MisconfigurationException(
+                "model_averaging_period lets ranks' parameters differ, which strategy='dcp_ddp' does not support."
+            )
+        super().__init__(**kwargs)
+        self.settings = DCPSettings.make(
+            policy=policy,
+            planning=planning,
+            profiling=profiling,
+            blocks=blocks,
+            sequence_dims=sequence_dims,
+            loss_average=loss_average,
+            ignore_index=ignore_index,
+        )
+
+    @override
+    def _forward_training_step(self, *args: Any) -> Any:
+        assert self.lightning_module is not None
+        with self.precision_plugin.train_step_context():
+            return self.lightning_module.training_step(*args)
+
+    @override
+    def _reduce_gradients(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel) and self.lightning_module is not None
+        pl_module = self.lightning_module
+
+        def closing(*_: Any, **__: Any) -> Tensor:
+            return zero_for(p for p in pl_module.parameters() if p.requires_grad)
+
+        shadowed = pl_module.__dict__.get("forward")
+        pl_module.__dict__["forward"] = closing
+        try:
+            zero = self.model()
+        finally:
+            if shadowed is None:
+                del pl_module.__dict__["forward"]
+            else:
+                pl_module.__dict__["forward"] = shadowed
+        zero.backward()
+
+    @override
+    def _fixed_bytes(self, pl_module: L.LightningModule) -> int:
+        trainable = sum(p.numel() * p.element_size() for p in pl_module.parameters() if p.requires_grad)
+        frozen = sum(p.numel() * p.element_size() for p in pl_module.parameters() if not p.requires_grad)
+        buffers = sum(b.numel() * b.element_size() for b in pl_module.buffers())
+        # Parameters, gradients, DDP's buckets, and two moments as Adam keeps them.
+        return 5 * trainable + frozen + buffers

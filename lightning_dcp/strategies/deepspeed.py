@@ -1,0 +1,210 @@
+"""DCP with DeepSpeed's ZeRO-1: the optimizer state sharded over all ranks."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies.ddp import DDPStrategy
+from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from lightning_dcp.strategies.checks import check_optimizers
+from lightning_dcp.strategies.gradients import zero_for
+from lightning_dcp.strategies.iteration import LossAverage
+from lightning_dcp.strategies.mixin import DCPSettings, DCPStrategyMixin
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    import lightning as L
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from lightning_dcp.planning.options import PlanningOptions
+    from lightning_dcp.profiling.options import ProfilingOptions
+
+_STAGE_REFUSED = {
+    2: "it reduces gradients at every backward pass, and ranks run different numbers of them: training would hang",
+    3: "it gathers parameters at every forward and backward pass, and ranks run different numbers of them: training"
+    " would hang",
+}
+
+
+class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
+    """Data-Centric Parallel on DeepSpeed's ZeRO stage 1 (`strategy="dcp"`).
+
+    Backward passes accumulate locally (`managed_gradient_accumulation: false`); the engine's `step`
+    reduces once per iteration, clips by the global norm, and updates this rank's shard.
+
+    Args:
+        policy: how plans are made: `dcp-intra` (default), `dcp-inter`, or the baseline `bucket`.
+            Short for `planning.policy`.
+        planning: step size, accumulation limits, buckets, SP sizes, memory limit, seed.
+        profiling: time budget and cache of the cost profile.
+        blocks: dotted path of the `ModuleList` or `Sequential` that holds the repeated blocks, such
+            as `model.layers`; by default the longest run of same-class modules.
+        sequence_dims: for arguments of a block (by name or position) the dimension that runs along
+            the sequence, or null for arguments that stay whole; by default learned while profiling.
+        loss_average: what the loss that `training_step` returns is a mean over: `tokens` or
+            `samples`.
+        ignore_index: label that bears no loss.
+        config: a DeepSpeed config (path or dict) instead of the default one. It must ask for stage 1.
+        kwargs: further arguments of Lightning's `DeepSpeedStrategy`, such as `timeout`,
+            `loss_scale` or `process_group_backend`.
+    """
+
+    strategy_name = "dcp"
+
+    def __init__(
+        self,
+        policy: str | None = None,
+        planning: PlanningOptions | None = None,
+        profiling: ProfilingOptions | None = None,
+        blocks: str | None = None,
+        sequence_dims: dict[str, int | None] | None = None,
+        loss_average: LossAverage = "tokens",
+        ignore_index: int = -100,
+        config: str | Path | dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        stage = kwargs.pop("stage", 1)
+        kwargs.setdefault("overlap_comm", False)
+        super().__init__(stage=stage, config=config, **kwargs)
+        self.settings = DCPSettings.make(
+            policy=policy,
+            planning=planning,
+            profiling=profiling,
+            blocks=blocks,
+            sequence_dims=sequence_dims,
+            loss_average=loss_average,
+            ignore_index=ignore_index,
+        )
+        assert isinstance(self.config, dict)
+        _check_config(self.config)
+        self.config["managed_gradient_accumulation"] = False
+
+    # ---- Lightning's DeepSpeedStrategy insists on CUDA; the engine itself runs on gloo as well -------
+
+    @override
+    def setup_environment(self) -> None:
+        if self.root_device.type == "cuda":
+            super().setup_environment()
+        else:
+            self._refuse_misuse()
+            DDPStrategy.setup_environment(self)
+
+    @override
+    def setup_distributed(self) -> None:
+        if self.root_device.type == "cuda":
+            super().setup_distributed()
+            return
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    @override
+    def _auto_select_batch_size(self) -> int:
+        # Only for DeepSpeed's own throughput log; Lightning would ask for the train loader once more.
+        return 1
+
+    @override
+    def _setup_model_and_optimizer(
+        self, model: Module, optimizer: Optimizer | None, lr_scheduler: Any = None
+    ) -> tuple[Any, Any]:
+        import deepspeed
+
+        index = self.root_device.index
+        engine, engine_optimizer, _, _ = deepspeed.initialize(
+            args=argparse.Namespace(device_rank=self.local_rank if index is None else index),
+            config=self.config,
+            model=model,
+            model_parameters=[p for p in model.parameters() if p.requires_grad],
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            dist_init_required=False,
+        )
+        return engine, engine_optimizer
+
+    @override
+    def _init_optimizers(self) -> tuple[Any, Any]:
+        optimizer, scheduler = super()._init_optimizers()
+        check_optimizers([optimizer], self.strategy_name)
+        return optimizer, scheduler
+
+    @override
+    def _initialize_deepspeed_inference(self, model: Module) -> None:
+        if self.root_device.type == "cuda":
+            super()._initialize_deepspeed_inference(model)
+        else:
+            self.model_to_device()
+
+    # ---- the engine's part of an iteration -----------------------------------------------------------
+
+    @override
+    def _forward_training_step(self, *args: Any) -> Any:
+        # Through the engine's forward, which sets up its backward hooks and autocast.
+        return DDPStrategy.training_step(self, *args)
+
+    @override
+    def profile_context(self) -> AbstractContextManager[Any]:
+        # The engine casts the model when it is made, after profiling; autocast stands in for that.
+        dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(self.precision_plugin.precision))
+        return nullcontext() if dtype is None else torch.autocast(self.root_device.type, dtype=dtype)
+
+    @override
+    def _backward_kwargs(self) -> dict[str, Any]:
+        return {"scale_wrt_gas": False}
+
+    @override
+    def _reduce_gradients(self) -> None:
+        """Give every parameter a gradient; the engine's `step` reduces them.
+
+        Stage 1 sets its buckets up during backward, so a rank that ran none fails in `step`; and it
+        reduces only parameters that have a gradient, so ranks with different ones would not match.
+        """
+        assert self.lightning_module is not None
+        missing = [p for p in self.lightning_module.parameters() if p.requires_grad and p.grad is None]
+        if missing:
+            self.deepspeed_engine.backward(zero_for(missing), scale_wrt_gas=False)
+
+    @override
+    def _fixed_bytes(self, pl_module: L.LightningModule) -> int:
+        parameters = list(pl_module.parameters())
+        trainable = sum(p.numel() for p in parameters if p.requires_grad)
+        stored = sum(p.numel() * p.element_size() for p in parameters)
+        gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+        buffers = sum(b.numel() * b.element_size() for b in pl_module.buffers())
+        # This rank's shard: float32 master weights and two moments as Adam keeps them.
+        shard = 3 * 4 * trainable // self.world_size
+        return stored + 2 * gradients + shard + buffers
+
+
+def _check_config(config: dict[str, Any]) -> None:
+    """Refuse DeepSpeed configs that are not exact here, or would hang."""
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage != 1:
+        reason = _STAGE_REFUSED.get(stage, "the strategy is built on stage 1, which shards the optimizer state")
+        raise MisconfigurationException(
+            f"strategy='dcp' needs DeepSpeed's ZeRO stage 1, but stage {stage} was given: {reason}."
+            " Leave `stage` out, or set zero_optimization.stage to 1 in the config."
+        )
+    if zero.get("overlap_comm"):
+        raise MisconfigurationException(
+            "zero_optimization.overlap_comm=true cannot be combined with strategy='dcp': at stage 1 it reduces during"
+            " backward passes, of which ranks run different numbers. Set it to false."
+        )
+    zero["overlap_comm"] = False
+    if config.get("managed_gradient_accumulation"):
+        raise MisconfigurationException(
+            "managed_gradient_accumulation=true makes DeepSpeed count backward passes itself; under strategy='dcp' the"
+            " plan does. Remove the entry."
+        )
+
+

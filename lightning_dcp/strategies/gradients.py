@@ -1,0 +1,30 @@
+"""A zero that depends on parameters: makes a backward pass reach each of them without changing anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Zero(torch.autograd.Function):
+    """() zero whose gradient is zeros for every input, also where a parameter is infinite or NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.parameters = [(p.shape, p.dtype, p.device) for p in parameters]
+        return torch.zeros((), dtype=torch.float32, device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(
+            torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.parameters
+        )
+
+
+def zero_for(parameters: Iterable[Tensor]) -> Tensor:
+    """() 0, with a graph that gives each of `parameters` (at least one) a gradient of zeros."""
+    zero: Tensor = _Zero.apply(*parameters)
+    return zero

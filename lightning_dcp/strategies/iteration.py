@@ -1,0 +1,328 @@
+"""Runs one rank's part of a plan: its micro-batches, each forward and backward once.
+
+NOTE [Order trap]
+    Lightning's closure calls `training_step`, then `zero_grad`, then `backward`. Backward passes
+    inside `training_step` would be erased by `zero_grad`, all but the last micro-batch silently.
+    Hence the split: the first micro-batch's forward pass runs in `Strategy.training_step`
+    (`IterationRunner.first_forward`), everything else in `Strategy.backward`
+    (`IterationRunner.drain`).
+
+NOTE [Gradient weights]
+    With N = loss-bearing elements of the whole iteration, every micro-batch's mean loss is scaled by
+    `n / (N p)`: its own elements over all, and 1/p because p ranks compute the same loss. Gradients
+    are summed over ranks (where the backend averages, times W). There is no other factor of p or of
+    the number of micro-batches. N is known before the first backward pass, from one small all-reduce
+    of what plan and labels say. Where `training_step` then returns another `num_targets`, gradients
+    are rescaled by N_before / N once, before they are reduced: the same number, one rounding more.
+    Source: DESIGN.md section 9.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_dcp.parallel.weights import count_targets
+
+if TYPE_CHECKING:
+    from lightning_dcp.data.batch import IterationBatch
+    from lightning_dcp.parallel.runtime import BlockRuntime
+    from lightning_dcp.parallel.topology import Topology
+    from lightning_dcp.planning.plan import MicroBatch, Plan
+    from lightning_dcp.profiling.memory_meter import MemoryMeter
+    from lightning_dcp.strategies.iteration_logs import IterationLogs
+
+LossAverage = Literal["tokens", "samples"]
+
+
+class StepHost(Protocol):
+    """What the runner needs from the strategy that owns it."""
+
+    def forward_micro_batch(self, batch: Any, *rest: Any) -> Any:
+        """Run the user's `training_step` under the precision plugin."""
+        ...
+
+    def backward_micro_batch(self, loss: Tensor) -> None:
+        """Backward pass of one weighted loss, through the precision plugin."""
+        ...
+
+    def move_micro_batch(self, batch: Any) -> Any:
+        """Move a batch to the device with the user's transfer hooks."""
+        ...
+
+    def sum_over_ranks(self, value: float) -> float:
+        """All-reduce one number."""
+        ...
+
+
+@dataclass
+class IterationState:
+    """What this rank has run of the current iteration."""
+
+    plan: Plan
+    #: N as plan and labels say, before the first backward pass; 1 where that is nothing.
+    reference_targets: float
+    started_s: float
+    #: Sum over this rank's micro-batches of n/p.
+    targets: float = 0.0
+    #: Sum over this rank's micro-batches of loss * n/p; () float64.
+    loss_sum: Tensor | float = 0.0
+    loss_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    laps: list[Lap] = field(default_factory=list)
+
+    def busy_s(self) -> float:
+        """Seconds this rank spent on its micro-batches; waits for an accelerator."""
+        return sum(lap.seconds() for lap in self.laps)
+
+
+class Lap:
+    """One stretch of time on a device, measured without waiting for it before it is asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._start = self._mark()
+        self._stop: Any = None
+
+    def stop(self) -> None:
+        """End the stretch."""
+        self._stop = self._mark()
+
+    def seconds(self) -> float:
+        """Its length."""
+        if self._cuda:
+            self._stop.synchronize()
+            return float(self._start.elapsed_time(self._stop)) / 1e3
+        return float(self._stop - self._start)
+
+    def _mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A micro-batch of this rank that has not run yet."""
+
+    index: int
+    micro_batch: MicroBatch
+    data: Any
+    expected_targets: float
+
+
+class IterationRunner:
+    """Runs the micro-batches of one iteration after another on this rank.
+
+    Args:
+        host: the strategy.
+        runtime: shards and recomputes the blocks of the model.
+        topology: owner of the SP groups.
+        logs: told how each micro-batch counts.
+        memory: measures what micro-batches hold.
+        metrics: torchmetrics objects inside the module.
+        loss_average: what the loss returned by `training_step` is a mean over.
+        ignore_index: label that bears no loss.
+        backend_averages: W where gradients are averaged over ranks, 1 where they are summed.
+        seed: random numbers are keyed by (seed, epoch, iteration, micro-batch).
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        host: StepHost,
+        *,
+        runtime: BlockRuntime,
+        topology: Topology,
+        logs: IterationLogs,
+        memory: MemoryMeter,
+        metrics: list[Metric],
+        loss_average: LossAverage,
+        ignore_index: int,
+        backend_averages: int,
+        seed: int,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        self._host = host
+        self._runtime = runtime
+        self._topology = topology
+        self._logs = logs
+        self.memory = memory
+        self._metrics = metrics
+        self._loss_average = loss_average
+        self._ignore_index = ignore_index
+        self._backend_averages = backend_averages
+        self._seed = seed
+        self._rank = rank
+        self._device = device
+        self._open = ExitStack()
+        self._queue: Iterator[_Pending] = iter(())
+        self._rest: tuple[Any, ...] = ()
+        self._extras: dict[str, Any] = {}
+        self._bears_loss = False
+        self.state: IterationState | None = None
+        #: Whether a micro-batch is running: no collective over all ranks may start then.
+        self.inside_micro_batch = False
+
+    def start(self, plan: Plan, batch: IterationBatch) -> None:
+        """Take up an iteration. A collective: all ranks learn N."""
+        self.abort()
+        mine = plan.for_rank(self._rank)
+        if len(mine) != len(batch.micro_batches):
+            raise RuntimeError(
+                f"The loader delivered {len(batch.micro_batches)} micro-batches for iteration {plan.iteration} of"
+                f" epoch {plan.epoch}, the plan has {len(mine)} for rank {self._rank}."
+            )
+        started_s = time.perf_counter()
+        pending = [
+            _Pending(index, micro_batch, data, self._expected_targets(micro_batch, data))
+            for index, micro_batch, data in zip(
+                plan.indices_for_rank(self._rank), mine, batch.micro_batches, strict=True
+            )
+        ]
+        local = sum(p.expected_targets / p.micro_batch.sp_size for p in pending)
+        expected = self._host.sum_over_ranks(local)
+        self._queue = iter(pending)
+        self.memory.start_iteration()
+        self.state = IterationState(plan, reference_targets=expected or 1.0, started_s=started_s)
+
+    def first_forward(self, *rest: Any) -> dict[str, Any]:
+        """Forward pass of this rank's first micro-batch.
+
+        Args:
+            rest: further arguments of `training_step`, such as `batch_idx`.
+
+        Returns:
+            What Lightning takes for the output of `training_step`: under "loss" the weighted loss (a
+            zero that depends on nothing where the rank has no micro-batch), and whatever else the
+            user's step returned for this micro-batch.
+        """
+        self._rest = rest
+        self._extras = {}
+        loss = self._next_forward()
+        if loss is None:
+            loss = torch.zeros((), device=self._device, requires_grad=True)
+        return {**self._extras, "loss": loss}
+
+    def drain(self, first_loss: Tensor) -> None:
+        """Backward pass of the first micro-batch, then forward and backward of all others."""
+        loss: Tensor | None = first_loss if self.inside_micro_batch else None
+        while loss is not None:
+            self._finish(loss)
+            loss = self._next_forward()
+
+    def abort(self) -> None:
+        """Leave a micro-batch that raised: model and random states are as they are outside of one."""
+        self._open.close()
+        self.inside_micro_batch = False
+        self._queue = iter(())
+        self._logs.discard()
+
+    def _expected_targets(self, micro_batch: MicroBatch, data: Any) -> float:
+        if self._loss_average == "samples":
+            return float(micro_batch.batch_size)
+        counted = count_targets(data, ignore_index=self._ignore_index)
+        return float(micro_batch.num_tokens if counted is None else counted)
+
+    def _next_forward(self) -> Tensor | None:
+        """Forward pass of the next micro-batch; its weighted loss, or None where there is none left."""
+        pending = next(self._queue, None)
+        if pending is None:
+            return None
+        assert self.state is not None
+        plan, micro_batch = self.state.plan, pending.micro_batch
+        share = 1.0 / micro_batch.sp_size
+        group = self._topology.group(micro_batch.first_rank, micro_batch.sp_size)
+        try:
+            data = self._host.move_micro_batch(pending.data)
+            self.state.laps.append(Lap(self._device))
+            self._logs.start_micro_batch(weight=pending.expected_targets, share=share)
+            self._open.enter_context(
+                self._runtime.micro_batch(
+                    group=group,
+                    recompute_blocks=micro_batch.recompute_blocks,
+                    rng_key=(self._seed, plan.epoch, plan.iteration, pending.index),
+                )
+            )
+            if group.rank_in_group:
+                self._open.enter_context(_counted_by_another_rank(self._metrics))
+            self.inside_micro_batch = True
+            shape = (micro_batch.batch_size, micro_batch.seq_len, group.size, micro_batch.recompute_blocks)
+            with self.memory.forward(shape, micro_batch.recompute_blocks):
+                output = self._host.forward_micro_batch(data, *self._rest)
+            loss, num_targets = _loss_and_targets(output, pending)
+        except BaseException:
+            self.abort()
+            raise
+        if isinstance(output, Mapping):
+            self._extras = {k: v for k, v in output.items() if k != "loss"}
+        # The mean over nothing is NaN: it bears no loss and must not reach the gradients. All ranks
+        # of the group see the same count, so all of them leave the backward pass out.
+        self._bears_loss = num_targets > 0
+        self.state.loss_dtype = loss.dtype
+        if self._bears_loss:
+            self.state.targets += num_targets * share
+            self.state.loss_sum = self.state.loss_sum + loss.detach().double() * (num_targets * share)
+        weight = num_targets * share / self.state.reference_targets
+        return loss * (weight * self._backend_averages)
+
+    def _finish(self, loss: Tensor) -> None:
+        """Backward pass of the micro-batch that is open, and leave it."""
+        assert self.state is not None
+        try:
+            if self._bears_loss:
+                self._host.backward_micro_batch(loss)
+        except BaseException:
+            self.abort()
+            raise
+        self._open.close()
+        self.inside_micro_batch = False
+        self.state.laps[-1].stop()
+
+
+def _loss_and_targets(output: Any, pending: _Pending) -> tuple[Tensor, float]:
+    """The loss and the loss-bearing elements out of what `training_step` returned."""
+    expected, micro_batch = pending.expected_targets, pending.micro_batch
+    if isinstance(output, Mapping):
+        loss, num_targets = output.get("loss"), output.get("num_targets", expected)
+    else:
+        loss, num_targets = output, expected
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise TypeError(
+            f"`training_step` must return the mean loss of its batch, a tensor with one element, or a dict with it"
+            f" under 'loss'; got {given} for a micro-batch of {micro_batch.batch_size} samples. To leave a batch out,"
+            " return its loss with 'num_targets': 0 in the dict."
+        )
+    num_targets = float(num_targets)
+    if not num_targets >= 0:
+        raise ValueError(f"`training_step` returned num_targets={num_targets}; it must be a count, 0 or more.")
+    return loss.reshape(()), num_targets
+
+
+@contextmanager
+def _counted_by_another_rank(metrics: list[Metric]) -> Iterator[None]:
+    """Metric objects updated in here are as before afterwards.
+
+    p ranks run the same micro-batch; the first rank of the group counts it.
+    """
+    before = [
+        (metric, metric._copy_state_dict(), metric._update_count, metric._computed) for metric in metrics
+    ]
+    try:
+        yield
+    finally:
+        for metric, state, update_count, computed in before:
+            for name, value in state.items():
+                setattr(metric, name, value)
+            metric._update_count = update_count
+            metric._computed = computed

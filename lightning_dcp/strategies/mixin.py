@@ -1,0 +1,425 @@
+"""All DCP behaviour of the strategies; what differs between engines is in `ddp.py` and `deepspeed.py`.
+
+Order of a `fit` (forced by Lightning: `configure_optimizers` may ask for
+`trainer.estimated_stepping_batches`, which needs the loader, which needs the plan)::
+
+    setup_environment   refuse what cannot work
+    setup               model on device -> blocks found, hooks on -> train loader read, lengths
+                        -> cost profile -> planner -> optimizers -> engine
+    on_train_batch_start   the plan of the iteration is taken up; N is known
+    training_step          forward of the first micro-batch
+    backward               everything else, then one exchange of logs and figures, one reduction
+    teardown            hooks off, groups destroyed
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies.ddp import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_dcp.data.batch import IterationBatch
+from lightning_dcp.parallel.blocks import find_blocks
+from lightning_dcp.parallel.runtime import BlockRuntime
+from lightning_dcp.parallel.topology import Topology
+from lightning_dcp.planning.options import PlanningOptions
+from lightning_dcp.planning.report import IterationReport
+from lightning_dcp.profiling.memory_meter import MemoryMeter
+from lightning_dcp.profiling.options import ProfilingOptions
+from lightning_dcp.strategies import _lightning_compat as compat
+from lightning_dcp.strategies.agreement import collectively, gather_objects
+from lightning_dcp.strategies.checks import check_module, check_optimizers, check_trainer
+from lightning_dcp.strategies.iteration import IterationRunner, LossAverage
+from lightning_dcp.strategies.iteration_logs import IterationLogs, LogKey
+from lightning_dcp.strategies.preparation import Preparation, TrainPreparer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
+    import lightning as L
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
+    from lightning_dcp.planning.plan import Plan
+    from lightning_dcp.planning.planner import EpochPlanner
+    from lightning_dcp.profiling.cost_profile import CostProfile
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DCPSettings:
+    """What a user may set on a DCP strategy; see `DCPStrategy` for the meaning."""
+
+    planning: PlanningOptions
+    profiling: ProfilingOptions
+    blocks: str | None
+    sequence_dims: Mapping[str, int | None] | None
+    loss_average: LossAverage
+    ignore_index: int
+
+    def __post_init__(self) -> None:
+        if self.loss_average not in ("tokens", "samples"):
+            raise ValueError(
+                f"loss_average={self.loss_average!r}: say whether the loss that `training_step` returns is a mean"
+                " over 'tokens' or over 'samples'."
+            )
+
+    @classmethod
+    def make(
+        cls,
+        *,
+        policy: str | None,
+        planning: PlanningOptions | None,
+        profiling: ProfilingOptions | None,
+        blocks: str | None,
+        sequence_dims: Mapping[str, int | None] | None,
+        loss_average: LossAverage,
+        ignore_index: int,
+    ) -> DCPSettings:
+        """Fill in defaults; `policy` is a short way to set `planning.policy`."""
+        planning = planning or PlanningOptions()
+        if policy is not None:
+            planning = dataclasses.replace(planning, policy=policy)
+        return cls(
+            planning=planning,
+            profiling=profiling or ProfilingOptions(),
+            blocks=blocks,
+            sequence_dims=sequence_dims,
+            loss_average=loss_average,
+            ignore_index=ignore_index,
+        )
+
+
+class DCPStrategyMixin(DDPStrategy):
+    """Plan-driven training for a strategy that is, or inherits from, Lightning's DDPStrategy."""
+
+    settings: DCPSettings
+    _preparation: Preparation | None = None
+    _runtime: BlockRuntime | None = None
+    _topology: Topology | None = None
+    _patches: compat.TrainerPatches | None = None
+    _runner: IterationRunner | None = None
+    _logs: IterationLogs | None = None
+    _optimizer_in_backward: Optimizer | None = None
+    _iteration_loss: Tensor | None = None
+    _overhead_s: float = 0.0
+    _exchanged_s: float | None = None
+    #: Figures of the last iteration, the same on all ranks; None before the first.
+    last_report: IterationReport | None = None
+
+    @property
+    def planner(self) -> EpochPlanner | None:
+        """Makes the plans of every epoch; None before `setup` and outside of `fit`."""
+        return None if self._preparation is None else self._preparation.planner
+
+    @property
+    def cost_profile(self) -> CostProfile | None:
+        """What was measured on the user's model; None before `setup`."""
+        return None if self._preparation is None else self._preparation.cost_profile
+
+    # ---- what the engines differ in ----------------------------------------------------------------
+
+    def _forward_training_step(self, *args: Any) -> Any:
+        """The user's `training_step` on one micro-batch, under the precision plugin."""
+        raise NotImplementedError
+
+    def profile_context(self) -> AbstractContextManager[Any]:
+        """Under what a training step is measured: its precision, as far as the engine's is not in the model."""
+        return self.precision_plugin.train_step_context()
+
+    def _backward_kwargs(self) -> dict[str, Any]:
+        """Keyword arguments of the engine's backward pass."""
+        return {}
+
+    def _reduce_gradients(self) -> None:
+        """Reduce the accumulated gradients of all ranks, or leave them ready for the engine's step."""
+        raise NotImplementedError
+
+    def _fixed_bytes(self, pl_module: L.LightningModule) -> int:
+        """Bytes per rank that stay: parameters, gradients, optimizer state, buffers."""
+        raise NotImplementedError
+
+    # ---- setup -------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        self._refuse_misuse()
+        super().setup_environment()
+
+    def _refuse_misuse(self) -> None:
+        """Refuse what cannot work, before processes are connected and anything is loaded."""
+        pl_module = self.lightning_module
+        if pl_module is None or pl_module.trainer.state.fn != TrainerFn.FITTING:
+            return
+        check_trainer(pl_module.trainer, self.strategy_name)
+        check_module(pl_module, self.strategy_name)
+        if self._layer_sync is not None:
+            raise MisconfigurationException(
+                f"Trainer(sync_batchnorm=True) starts a collective in every forward pass; under strategy="
+                f"'{self.strategy_name}' ranks run different numbers of them, so training would hang."
+                " Use a normalisation without batch statistics (LayerNorm, RMSNorm, GroupNorm)."
+            )
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        pl_module = self.lightning_module
+        assert pl_module is not None
+        if trainer.state.fn == TrainerFn.FITTING and compat.has_train_loader(trainer):
+            assert self.accelerator is not None
+            self.accelerator.setup(trainer)
+            self.model = self.precision_plugin.convert_module(pl_module)
+            pl_module.to(self.root_device)
+            self._setup_dcp(trainer, pl_module)
+        super().setup(trainer)
+
+    @override
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        check_optimizers(self.optimizers, self.strategy_name)
+
+    def _setup_dcp(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Blocks, groups, train loader, cost profile, planner: in the order they need each other."""
+        stack = collectively("Finding the model's blocks", lambda: find_blocks(pl_module, self.settings.blocks))
+        self._topology = Topology(self.world_size, self.global_rank, device_type=self.root_device.type)
+        self._topology.create_groups()
+        self._runtime = BlockRuntime(
+            stack, self._topology, sequence_dims=self.settings.sequence_dims, device=self.root_device
+        )
+        self._runtime.attach()
+        _same_parameters_on_all_ranks(pl_module)
+        preparer = TrainPreparer(self, trainer, pl_module, self._runtime, self._topology)
+
+        def prepare_train_loader(dataloader: DataLoader[Any]) -> DataLoader[Any]:
+            self._preparation = preparer.prepare(dataloader)
+            return self._preparation.loader
+
+        self._patches = compat.TrainerPatches(
+            trainer,
+            pl_module,
+            prepare_train_loader=prepare_train_loader,
+            iteration_loss=lambda: self._iteration_loss,
+        )
+        trainer.fit_loop.setup_data()
+        if self._preparation is None:  # limit_train_batches=0, or no training_step
+            return
+        results = self._patches.results
+        self._logs = IterationLogs(
+            file_value=self._file_value,
+            file_metric=self._file_metric,
+            exchange=self._gather_rows,
+            gather_objects=gather_objects,
+            device=self.root_device,
+        )
+        results.metric_seen = self._logs.add_metric
+        fixed = self._fixed_bytes(pl_module)
+        self._runner = IterationRunner(
+            self,
+            memory=MemoryMeter(pl_module, stack.blocks, self.root_device, fixed),
+            runtime=self._runtime,
+            topology=self._topology,
+            logs=self._logs,
+            metrics=[m for m in pl_module.modules() if isinstance(m, Metric)],
+            loss_average=self.settings.loss_average,
+            ignore_index=self.settings.ignore_index,
+            backend_averages=self.world_size,
+            seed=self.seed,
+            rank=self.global_rank,
+            device=self.root_device,
+        )
+
+    @property
+    def seed(self) -> int:
+        """Seed of sample order and of the random numbers inside micro-batches."""
+        if self.settings.planning.seed is not None:
+            return self.settings.planning.seed
+        return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+    @override
+    def teardown(self) -> None:
+        if self._runner is not None:
+            self._runner.abort()
+        if self._patches is not None:
+            self._patches.remove()
+        if self._runtime is not None:
+            self._runtime.detach()
+        if self._topology is not None:
+            self._topology.destroy()
+        self._runner = self._logs = self._patches = self._runtime = self._topology = None
+        self._exchanged_s = None
+        super().teardown()
+
+    # ---- one iteration -----------------------------------------------------------------------------
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if isinstance(batch, IterationBatch):
+            # Micro-batches go to the device one at a time, when they run.
+            assert self._patches is not None
+            self._patches.results.iteration_batch_size = self._plan_of(batch).num_samples
+            return batch
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._exchanged_s is not None:
+            self._overhead_s = time.perf_counter() - self._exchanged_s
+        if self._runner is not None:
+            self._runner.start(self._plan_of(batch), batch)
+
+    def _plan_of(self, batch: IterationBatch) -> Plan:
+        assert self._preparation is not None
+        return self._preparation.sampler.plans(batch.epoch)[batch.iteration]
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._runner is None:
+            return super().training_step(*args, **kwargs)
+        return self._runner.first_forward(*args[1:])
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if self._runner is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        assert self.lightning_module is not None
+        self._optimizer_in_backward = optimizer
+        with compat.logging_as_training_step(self.lightning_module):
+            self._runner.drain(closure_loss)
+            self._finish_iteration()
+        return closure_loss
+
+    def _finish_iteration(self) -> None:
+        """Exchange what was logged and measured, rescale where N changed, reduce the gradients."""
+        assert self._runner is not None and self._logs is not None
+        state = self._runner.state
+        assert state is not None
+        figures = torch.zeros(6, dtype=torch.float64, device=self.root_device)
+        figures[0], figures[1] = state.targets, state.loss_sum
+        figures[2], figures[3] = state.busy_s(), self._runner.memory.peak_bytes
+        figures[4], figures[5] = time.perf_counter() - state.started_s, self._overhead_s
+        rows = self._logs.reduce_and_file(figures)
+        self._exchanged_s = time.perf_counter()
+        targets = float(rows[:, 0].sum())
+        self._iteration_loss = (rows[:, 1].sum() / (targets or 1.0)).to(state.loss_dtype)
+        if targets > 0 and targets != state.reference_targets:
+            self._scale_gradients(state.reference_targets / targets)
+        self._reduce_gradients()
+        self.last_report = IterationReport(
+            plan=state.plan,
+            busy_s=tuple(rows[:, 2].tolist()),
+            wall_s=float(rows[:, 4].max() + rows[:, 5].max()),
+            peak_bytes=tuple(int(b) for b in rows[:, 3].tolist()),
+            loss=float(self._iteration_loss),
+            num_targets=targets,
+        )
+
+    # ---- what the runner asks for (`StepHost`) ------------------------------------------------------
+
+    def forward_micro_batch(self, batch: Any, *rest: Any) -> Any:
+        """Run the user's `training_step` on one micro-batch; what it logs is collected."""
+        assert self.lightning_module is not None and self._patches is not None and self._logs is not None
+        trainer = self.lightning_module.trainer
+        compat.set_current_batch(trainer, batch)
+        self._patches.results.collector = self._logs.add
+        try:
+            with trainer.profiler.profile("[DCP]micro_batch_forward"):
+                return self._forward_training_step(batch, *rest)
+        finally:
+            self._patches.results.collector = None
+
+    def backward_micro_batch(self, loss: Tensor) -> None:
+        """Backward pass of one weighted loss, with the hooks that Lightning runs around it."""
+        assert self.lightning_module is not None
+        with self.lightning_module.trainer.profiler.profile("[DCP]micro_batch_backward"):
+            super().backward(loss, self._optimizer_in_backward, **self._backward_kwargs())
+
+    def move_micro_batch(self, batch: Any) -> Any:
+        """Move one micro-batch to this rank's device."""
+        assert self.lightning_module is not None
+        return compat.move_micro_batch(super().batch_to_device, self.lightning_module, batch, self.root_device)
+
+    def sum_over_ranks(self, value: float) -> float:
+        """Sum of one number over all ranks; a collective."""
+        total = torch.tensor(value, dtype=torch.float64, device=self.root_device)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return float(total)
+
+    def _gather_rows(self, row: Tensor) -> Tensor:
+        """(K,) -> (W, K)."""
+        rows = row.new_empty(self.world_size, row.numel())
+        if dist.is_initialized():
+            dist.all_gather(list(rows.unbind(0)), row)
+        else:
+            rows[0] = row
+        return rows
+
+    def _scale_gradients(self, factor: float) -> None:
+        assert self.lightning_module is not None
+        gradients = [p.grad for p in self.lightning_module.parameters() if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def _file_value(self, key: LogKey, value: Tensor, weight: float) -> None:
+        assert self._patches is not None and self.lightning_module is not None
+        compat.file_reduced_value(self.lightning_module.trainer, self._patches.results, key, value, weight)
+
+    def _file_metric(self, key: LogKey) -> None:
+        assert self._patches is not None and self.lightning_module is not None
+        compat.file_metric(self.lightning_module, self._patches.results, key)
+
+    # ---- collectives of Lightning -------------------------------------------------------------------
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        self._refuse_inside_micro_batch("reduce")
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
+            # Lightning 2.6.6 averages integer batch sizes over ranks and floors: 1.5 becomes 1
+            # (Lightning issue 21838).
+            tensor = tensor.to(torch.float64 if tensor.device.type != "mps" else torch.float32)
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse_inside_micro_batch("barrier")
+        super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self._refuse_inside_micro_batch("broadcast")
+        return super().broadcast(obj, src)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        self._refuse_inside_micro_batch("all_gather")
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    def _refuse_inside_micro_batch(self, what: str) -> None:
+        if self._runner is not None and self._runner.inside_micro_batch:
+            raise RuntimeError(
+                f"`{what}` was called inside `training_step` under strategy='{self.strategy_name}'. Ranks run different"
+                " numbers of micro-batches per optimizer step, so a collective over all ranks would hang. Log values"
+                " with `self.log` (they are reduced over ranks once per step), or move the call to"
+                " `on_train_batch_end`."
+            )
+
+
+def _same_parameters_on_all_ranks(pl_module: L.LightningModule) -> None:
+    """Rank 0's parameters and buffers everywhere, as DDP would do later: profiling compares losses."""
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    with torch.no_grad():
+        for tensor in [*pl_module.parameters(), *pl_module.buffers()]:
+            dist.broadcast(tensor.detach(), src=0)
