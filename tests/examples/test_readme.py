@@ -1,0 +1,155 @@
+"""What README and docs show is run, and what they name exists."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import lightning_dcp
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def snippets(text: str, language: str) -> list[str]:
+    """The fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def options_in_table(heading: str) -> set[str]:
+    """Names in the first column of the table after a heading."""
+    table = README.split(heading, 1)[1].split("\n\n", 2)[1]
+    cells = [line.split("|")[1] for line in table.splitlines()[2:]]
+    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+
+
+PREAMBLE = """
+import sys
+sys.path.insert(0, {examples!r})
+from stdlib_lm import StdlibData, StdlibLM
+
+class MyData(StdlibData):
+    sequence_lengths = None  # the snippet's own is what counts
+    def __init__(self):
+        super().__init__(num_samples=100, max_length=300, num_val=8)
+
+def MyModel():
+    return StdlibLM(channels=16, heads=2, depth=2)
+"""
+
+
+@pytest.mark.timeout(180)
+def test_ten_lines_train(tmp_path: Path) -> None:
+    integration = snippets(README, "python")[0]
+    assert len([line for line in integration.splitlines() if line.strip()]) <= 10
+    small = "devices=2, accelerator='cpu', max_steps=2, num_sanity_val_steps=0"
+    assert integration.count("devices=8") == 1
+    script = tmp_path / "train.py"
+    script.write_text(
+        PREAMBLE.format(examples=str(ROOT / "examples"))
+        + integration.replace("devices=8", small)
+        + "    print('steps:', trainer.global_step, flush=True)\n"
+    )
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "LIGHTNING_DCP_CACHE": str(tmp_path / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
+    result = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-8000:]
+    assert result.stdout.count("steps: 2") == 2  # each rank says so
+
+
+def test_options_snippet_builds_the_strategy() -> None:
+    namespace: dict[str, object] = {}
+    exec(snippets(README, "python")[1], namespace)
+    strategy = namespace["strategy"]
+    assert isinstance(strategy, lightning_dcp.DCPStrategy)
+    assert strategy.settings.planning.tokens_per_step == 500_000
+
+
+def test_all_python_snippets_compile() -> None:
+    found = [(page, code) for page in PAGES for code in snippets(page.read_text(), "python")]
+    assert len(found) >= 3
+    for page, code in found:
+        compile(code, str(page), "exec")
+
+
+def test_yaml_snippet_names_what_exists() -> None:
+    (text,) = snippets(README, "yaml")
+    trainer = yaml.safe_load(text)["trainer"]
+    arguments = dict(trainer["strategy"]["init_args"])
+    planning = lightning_dcp.PlanningOptions(**arguments.pop("planning"))
+    assert trainer["strategy"]["class_path"] == "lightning_dcp.DCPStrategy"
+    strategy = lightning_dcp.DCPStrategy(planning=planning, **arguments)
+    assert strategy.settings.planning.tokens_per_step == 500_000
+    (callback,) = trainer["callbacks"]
+    assert callback["class_path"] == "lightning_dcp.DCPCallback"
+
+
+def test_option_tables_are_complete() -> None:
+    for heading, options in (
+        ("`PlanningOptions`:", lightning_dcp.PlanningOptions),
+        ("`ProfilingOptions`:", lightning_dcp.ProfilingOptions),
+    ):
+        assert options_in_table(heading) == {field.name for field in dataclasses.fields(options)}
+    own = options_in_table("## Options")
+    for strategy in (lightning_dcp.DCPStrategy, lightning_dcp.DCPDDPStrategy):
+        assert own <= set(inspect.signature(strategy).parameters)
+    engine = {"config", "overlap_comm", "kwargs"}  # DeepSpeed's own, and what is passed on
+    assert set(inspect.signature(lightning_dcp.DCPStrategy).parameters) - own <= engine
+
+
+def test_defaults_in_the_tables_are_true() -> None:
+    planning, profiling = lightning_dcp.PlanningOptions(), lightning_dcp.ProfilingOptions()
+    for options, names in (
+        (planning, ("policy", "max_buckets", "pad_multiple", "on_too_long")),
+        (profiling, ("budget_s", "repeats")),
+    ):
+        for name in names:
+            default = getattr(options, name)
+            shown = f'`"{default}"`' if isinstance(default, str) else f"{default}"
+            assert re.search(rf"^\| `{name}` \| {re.escape(shown)} \|", README, re.MULTILINE), name
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_commands_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    commands = [
+        c
+        for page in PAGES
+        for block in snippets(page.read_text(), "bash")
+        for c in block.splitlines()
+    ]
+    assert len(commands) >= 6
+    for command in commands:
+        words = command.split()
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), command
+        else:
+            assert words[0] == "python"
+            assert (ROOT / words[1]).exists(), command
