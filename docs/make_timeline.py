@@ -18,7 +18,7 @@ from lightning_dcp.planning.planner import EpochPlanner
 from lightning_dcp.timeline import draw_timeline
 
 WORLD_SIZE = 8
-MEMORY_LIMIT_BYTES = 16 * 2**30
+MEMORY_LIMIT_BYTES = 14 * 2**30
 
 # A transformer of 1.3 billion parameters in bfloat16, on one node of eight accelerators.
 CHANNELS = 2048

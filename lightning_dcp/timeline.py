@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import product
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -179,8 +180,8 @@ def _label(
         color=colour,
         zorder=3,
     )
-    for content in _label_texts(micro_batch):
-        for size in (9.0, 8.0, 7.0, 6.0):
+    for contents in _label_texts(micro_batch):
+        for size, content in product((9.0, 8.0, 7.0, 6.0), contents):
             text.set_text(content)
             text.set_fontsize(size)
             extent = text.get_window_extent(renderer)
@@ -189,15 +190,14 @@ def _label(
     text.remove()
 
 
-def _label_texts(micro_batch: MicroBatch) -> Iterator[str]:
-    """From the fullest to the shortest."""
+def _label_texts(micro_batch: MicroBatch) -> Iterator[tuple[str, ...]]:
+    """Layouts of the same content, from the fullest content to the shortest."""
     size = f"p={micro_batch.sp_size}"
     shape = f"{micro_batch.batch_size} × {micro_batch.seq_len:,}"
     recompute = f"r={micro_batch.recompute_blocks}" if micro_batch.recompute_blocks else ""
-    parts = [size, shape, *([recompute] if recompute else [])]
-    if micro_batch.sp_size > 1:
-        yield "\n".join(parts)
-    yield "   ".join(parts)
-    yield "\n".join([f"{size}   {recompute}".rstrip(), shape])
-    yield shape
-    yield f"{micro_batch.batch_size}×{micro_batch.seq_len}"
+    parts = [part for part in (size, shape, recompute) if part]
+    stacked, line = "\n".join(parts), "   ".join(parts)
+    two_lines = f"{size}   {recompute}".rstrip() + f"\n{shape}"
+    yield (stacked, line, two_lines) if micro_batch.sp_size > 1 else (line, two_lines, stacked)
+    yield (shape,)
+    yield (f"{micro_batch.batch_size}×{micro_batch.seq_len}",)

@@ -154,7 +154,7 @@ class World:
             there.close()
             self._processes.append(process)
             self._connections.append(here)
-        self._collect("start-up", 90.0)
+        self._collect("start-up", 110.0)
 
     def _collect(self, what: str, timeout_s: float) -> list[Any]:
         replies: dict[int, tuple[str, Any]] = {}

@@ -89,10 +89,8 @@ class AttentionMode(TorchFunctionMode):
     ) -> Any:
         if func is _SDPA and is_intercepting():
             return _sdpa(*args, **(kwargs or {}))
-        if func is _mha:
-            # torch looks the function up in its module to hand it to modes, and finds ours. Coming
-            # from ours, the work is done: run torch's.
-            func = _MHA if getattr(_thread, "in_mha", False) else _mha
+        # multi_head_attention_forward arrives here as our _mha, which torch finds under its name, even
+        # where ours called torch's: that one knows by the thread's switches what is done already.
         return func(*args, **(kwargs or {}))
 
 

@@ -6,9 +6,9 @@ the wrappers do until it ends.
 
 One pass through the blocks on p ranks, S tokens, n per rank::
 
-    first block   take n of the S tokens of the hidden states, open the region (sharded random
-    numbers) every block   take n tokens of other whole-length arguments; attention exchanges tokens
-    for heads last block    gather S tokens (backward: sum over the group), close the region
+    first block   take n of the S tokens of the hidden states, open the region (random numbers)
+    every block   take n tokens of other whole-length arguments; attention swaps tokens for heads
+    last block    gather S tokens (backward: sum over the group), close the region
 
 NOTE user-checkpoint: a model's own ``torch.utils.checkpoint`` may run a block, or a part of one,
 again in the backward, in autograd's thread on CUDA, and leave it by an exception once it has all it
@@ -96,6 +96,8 @@ class BlockRuntime:
         self._signature_error: str | None = None
         self._wrappers: list[BlockForward] = []
         self._run: _Run | None = None
+        self._is_plain = True  # nothing to do for the wrappers
+        self._run_in_micro_batch: Callable[..., Any] = self._run_block_now
 
     # ------------------------------------------------------------------ attaching
 
@@ -113,6 +115,11 @@ class BlockRuntime:
                     f"the blocks of {self.stack.path!r} are already attached to another runtime: "
                     f"detach that one first"
                 )
+        # A block compiled as a module has our wrapper inside its compiled call. Where there is
+        # nothing for us to do it is compiled through; the rest must not be traced.
+        if any(block._compiled_call_impl is not None for block in self.stack.blocks):
+            disable: Callable[..., Any] = torch.compiler.disable
+            self._run_in_micro_batch = disable(self._run_block_now)
         self._wrappers = [BlockForward(self, i, b) for i, b in enumerate(self.stack.blocks)]
 
     def detach(self) -> None:
@@ -243,8 +250,14 @@ class BlockRuntime:
             stack.enter_context(rng.preserved(self.device))
             if sharder is not None or run.observe:
                 stack.enter_context(installed())
-            stack.callback(setattr, self, "_run", None)
+            stack.callback(self._end)
             self._run = run
+            self._is_plain = (
+                sharder is None
+                and not run.observe
+                and recompute_blocks == 0
+                and active_blocks == num_blocks
+            )
             rng.seed(self.device, rng_key)
             yield
             # Not where an error is being handled already: it would hide that one.
@@ -255,13 +268,22 @@ class BlockRuntime:
                     f"out blocks need SP size 1"
                 )
 
+    def _end(self) -> None:
+        self._run, self._is_plain = None, True
+
     def run_block(
         self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What the wrapper of block ``index`` does when it is called."""
-        run = self._run
-        if run is None:
+        if self._is_plain:
             return forward(*args, **kwargs)
+        return self._run_in_micro_batch(index, forward, args, kwargs)
+
+    def _run_block_now(
+        self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        run = self._run
+        assert run is not None
         if run.sharder is not None:
             return self._run_sharded(run, run.sharder, index, forward, args, kwargs)
         if run.observe and index < run.active_blocks and not in_backward():

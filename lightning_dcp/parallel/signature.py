@@ -138,7 +138,8 @@ def learn_signature(
                 f"rank first, or give sequence_dims={{{hidden_states!r}: ...}}"
             )
         return BlockSignature(sequence_dim=given[0], sequence_dims=overrides)
-    sequence_dim = given[0] if given else _hidden_dim(observations)
+    num_dims = len(_hidden_shape(observations[0]))
+    sequence_dim = given[0] % num_dims if given else _hidden_dim(observations)
     lengths = [_hidden_shape(observation)[sequence_dim] for observation in observations]
 
     dims_of: dict[str, int | None] = {}
@@ -277,8 +278,10 @@ def _attention(
                     f"sharded"
                 ] = None
     several = len(set(lengths)) > 1
-    constant = {
-        keys for keys, with_lengths in foreign.items() if several and with_lengths == set(lengths)
+    constant = {  # a sequence that happens to be as long looks like self-attention
+        keys
+        for keys, with_lengths in foreign.items()
+        if several and with_lengths == set(lengths) - {keys}
     }
     for keys in foreign.keys() - constant:
         obstacles[

@@ -1,7 +1,6 @@
 """The SP groups of a world: all aligned power-of-two blocks of ranks.
 
-Eight ranks have these blocks (each rank is in one per line, so in ``log2(W) + 1`` of the ``2W -
-1``)::
+Eight ranks have these blocks; a rank is in one per line, ``log2(W) + 1`` of all ``2W - 1``::
 
     p=8   0 1 2 3 4 5 6 7
     p=4   0 1 2 3|4 5 6 7

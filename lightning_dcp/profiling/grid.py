@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import nnls
 
 from lightning_dcp.profiling.options import MIN_BATCH_SIZES, MIN_LENGTHS, ProfilingOptions
 
@@ -184,6 +183,8 @@ def _scaled(point: Trial, value: float, trial: Trial) -> float:
 
 
 def _fit_and_evaluate(points: Sequence[tuple[Trial, float]], trial: Trial) -> float:
+    from scipy.optimize import nnls  # late: importing the package stays cheap
+
     values = np.array([value for _, value in points])
     features = np.stack([_features(point) for point, _ in points])
     # Columns of very different size upset the solver: scale each by its value at the target.

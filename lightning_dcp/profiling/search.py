@@ -67,7 +67,7 @@ class Search:
         self._compute_dtype = torch.float32
 
     def run(self, sp_sizes: Sequence[int]) -> None:
-        """All four stages; see the module's docstring."""
+        """All four stages; see :mod:`.profiler`."""
         grid = choose_lengths(self._lengths, self._options)
         num_samples = len(self._lengths)
         first = mandatory_trials(grid, (1,), num_samples)

@@ -160,9 +160,7 @@ class TrainerPatches:
         if epoch_loop._results is self.results:
             epoch_loop._results = self._old_results
         if isinstance(epoch_loop.automatic_optimization, IterationOptimization):
-            self._old_optimization.optim_progress = (
-                epoch_loop.automatic_optimization.optim_progress
-            )
+            self._old_optimization.optim_progress = epoch_loop.automatic_optimization.optim_progress
             epoch_loop.automatic_optimization = self._old_optimization
 
 
@@ -186,7 +184,9 @@ def silent_logging(trainer: L.Trainer, pl_module: L.LightningModule) -> Iterator
 
     loggers = trainer._loggers
     trainer._loggers = [DummyLogger() for _ in loggers]  # type: ignore[assignment]
-    shadowed = {name: pl_module.__dict__[name] for name in ("log", "log_dict") if name in pl_module.__dict__}
+    shadowed = {
+        name: pl_module.__dict__[name] for name in ("log", "log_dict") if name in pl_module.__dict__
+    }
     pl_module.__dict__["log"] = pl_module.__dict__["log_dict"] = nothing
     try:
         yield
@@ -198,7 +198,10 @@ def silent_logging(trainer: L.Trainer, pl_module: L.LightningModule) -> Iterator
 
 
 def move_micro_batch(
-    strategy_batch_to_device: Callable[..., Any], pl_module: L.LightningModule, batch: Any, device: torch.device
+    strategy_batch_to_device: Callable[..., Any],
+    pl_module: L.LightningModule,
+    batch: Any,
+    device: torch.device,
 ) -> Any:
     """One micro-batch through the user's `on_before_batch_transfer`, transfer and after hooks."""
     trainer = pl_module.trainer

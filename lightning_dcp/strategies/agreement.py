@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 T = TypeVar("T")
 
@@ -87,7 +87,9 @@ def check_same_on_all_ranks(what: str, inputs: Mapping[str, str], advice: str) -
             differences.append(f"{name}: {shown}")
     if differences:
         raise MisconfigurationException(
-            f"Ranks disagree on what {what} is made from. " + " | ".join(differences) + f". {advice}"
+            f"Ranks disagree on what {what} is made from. "
+            + " | ".join(differences)
+            + f". {advice}"
         )
 
 

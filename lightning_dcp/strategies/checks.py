@@ -5,10 +5,12 @@ Each refusal says what was given, why it cannot work here, and what to do instea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS
 from torchmetrics import Metric
@@ -80,18 +82,26 @@ def check_module(pl_module: L.LightningModule, strategy_name: str) -> None:
             )
 
 
+@contextmanager
+def one_optimizer(strategy_name: str) -> Iterator[None]:
+    """Around `configure_optimizers`: Lightning's advice for several optimizers is what is refused here."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "multiple optimizers" not in str(error):
+            raise
+        raise MisconfigurationException(
+            f"`configure_optimizers` returned several optimizers; strategy='{strategy_name}' supports one. Put the"
+            " parameters into groups of one optimizer, or use strategy='ddp' with manual optimization."
+        ) from error
+
+
 def check_optimizers(optimizers: Sequence[Optimizer], strategy_name: str) -> None:
-    """Refuse anything but one first-order optimizer.
+    """Refuse anything but a first-order optimizer.
 
     Raises:
-        MisconfigurationException: several optimizers, or LBFGS (which calls its closure repeatedly).
+        MisconfigurationException: LBFGS, which calls its closure repeatedly.
     """
-    if len(optimizers) > 1:
-        given = ", ".join(type(getattr(o, "optimizer", o)).__name__ for o in optimizers)
-        raise MisconfigurationException(
-            f"`configure_optimizers` returned {len(optimizers)} optimizers ({given}); strategy='{strategy_name}'"
-            " supports one. Put the parameters into groups of one optimizer, or use strategy='ddp'."
-        )
     if optimizers and isinstance(optimizers[0], LBFGS):
         raise MisconfigurationException(
             f"LBFGS evaluates its closure several times per step, which strategy='{strategy_name}' does not support:"

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_dcp.planning.options import PlanningOptions
+from lightning_dcp.profiling.options import ProfilingOptions
 from lightning_dcp.strategies.gradients import zero_for
 from lightning_dcp.strategies.iteration import LossAverage
-from lightning_dcp.strategies.mixin import DCPSettings, DCPStrategyMixin
+from lightning_dcp.strategies.mixin import DCPStrategyMixin
+from lightning_dcp.strategies.settings import DCPSettings
 
 if TYPE_CHECKING:
     import lightning as L
-
-    from lightning_dcp.planning.options import PlanningOptions
-    from lightning_dcp.profiling.options import ProfilingOptions
 
 
 class DCPDDPStrategy(DCPStrategyMixin):
@@ -53,8 +52,8 @@ class DCPDDPStrategy(DCPStrategyMixin):
     def __init__(
         self,
         policy: str | None = None,
-        planning: PlanningOptions | None = None,
-        profiling: ProfilingOptions | None = None,
+        planning: PlanningOptions = PlanningOptions(),
+        profiling: ProfilingOptions = ProfilingOptions(),
         blocks: str | None = None,
         sequence_dims: dict[str, int | None] | None = None,
         loss_average: LossAverage = "tokens",
@@ -103,8 +102,12 @@ class DCPDDPStrategy(DCPStrategyMixin):
 
     @override
     def _fixed_bytes(self, pl_module: L.LightningModule) -> int:
-        trainable = sum(p.numel() * p.element_size() for p in pl_module.parameters() if p.requires_grad)
-        frozen = sum(p.numel() * p.element_size() for p in pl_module.parameters() if not p.requires_grad)
+        trainable = sum(
+            p.numel() * p.element_size() for p in pl_module.parameters() if p.requires_grad
+        )
+        frozen = sum(
+            p.numel() * p.element_size() for p in pl_module.parameters() if not p.requires_grad
+        )
         buffers = sum(b.numel() * b.element_size() for b in pl_module.buffers())
         # Parameters, gradients, DDP's buckets, and two moments as Adam keeps them.
         return 5 * trainable + frozen + buffers

@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import copy
 from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_dcp.strategies.checks import check_optimizers
+from lightning_dcp.planning.options import PlanningOptions
+from lightning_dcp.profiling.options import ProfilingOptions
+from lightning_dcp.strategies.checks import check_optimizers, one_optimizer
 from lightning_dcp.strategies.gradients import zero_for
 from lightning_dcp.strategies.iteration import LossAverage
-from lightning_dcp.strategies.mixin import DCPSettings, DCPStrategyMixin
+from lightning_dcp.strategies.mixin import DCPStrategyMixin
+from lightning_dcp.strategies.settings import DCPSettings
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     import lightning as L
     from torch.nn import Module
     from torch.optim import Optimizer
-
-    from lightning_dcp.planning.options import PlanningOptions
-    from lightning_dcp.profiling.options import ProfilingOptions
 
 _STAGE_REFUSED = {
     2: "it reduces gradients at every backward pass, and ranks run different numbers of them: training would hang",
@@ -54,9 +60,16 @@ class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
         loss_average: what the loss that `training_step` returns is a mean over: `tokens` or
             `samples`.
         ignore_index: label that bears no loss.
-        config: a DeepSpeed config (path or dict) instead of the default one. It must ask for stage 1.
-        kwargs: further arguments of Lightning's `DeepSpeedStrategy`, such as `timeout`,
-            `loss_scale` or `process_group_backend`.
+        config: a DeepSpeed config (path or dict) to use instead of the default one. It must ask for
+            ZeRO stage 1, or leave the stage out.
+        stage: ZeRO stage; only 1 is exact here, others are refused with the reason.
+        accelerator: set by the Trainer.
+        parallel_devices: set by the Trainer.
+        cluster_environment: how processes find each other; by default found out.
+        precision_plugin: set by the Trainer.
+        process_group_backend: `nccl` on CUDA and `gloo` on CPU by default.
+        timeout: of collectives.
+        exclude_frozen_parameters: leave frozen parameters out of checkpoints.
     """
 
     strategy_name = "dcp"
@@ -64,18 +77,35 @@ class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
     def __init__(
         self,
         policy: str | None = None,
-        planning: PlanningOptions | None = None,
-        profiling: ProfilingOptions | None = None,
+        planning: PlanningOptions = PlanningOptions(),
+        profiling: ProfilingOptions = ProfilingOptions(),
         blocks: str | None = None,
         sequence_dims: dict[str, int | None] | None = None,
         loss_average: LossAverage = "tokens",
         ignore_index: int = -100,
         config: str | Path | dict[str, Any] | None = None,
-        **kwargs: Any,
+        stage: int = 1,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        exclude_frozen_parameters: bool = False,
     ) -> None:
-        stage = kwargs.pop("stage", 1)
-        kwargs.setdefault("overlap_comm", False)
-        super().__init__(stage=stage, config=config, **kwargs)
+        super().__init__(
+            stage=stage,
+            # A copy: Lightning and `_check_config` write into it.
+            config=copy.deepcopy(config),
+            overlap_comm=False,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
         self.settings = DCPSettings.make(
             policy=policy,
             planning=planning,
@@ -119,6 +149,12 @@ class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
     ) -> tuple[Any, Any]:
         import deepspeed
 
+        assert isinstance(self.config, dict)
+        zero = self.config["zero_optimization"]
+        num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        # DeepSpeed allocates the whole bucket, by default hundreds of megabytes, for any model.
+        bucket_size = int(zero.get("reduce_bucket_size", 200_000_000))
+        zero["reduce_bucket_size"] = max(1, min(bucket_size, num_parameters))
         index = self.root_device.index
         engine, engine_optimizer, _, _ = deepspeed.initialize(
             args=argparse.Namespace(device_rank=self.local_rank if index is None else index),
@@ -133,7 +169,8 @@ class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
 
     @override
     def _init_optimizers(self) -> tuple[Any, Any]:
-        optimizer, scheduler = super()._init_optimizers()
+        with one_optimizer(self.strategy_name):
+            optimizer, scheduler = super()._init_optimizers()
         check_optimizers([optimizer], self.strategy_name)
         return optimizer, scheduler
 
@@ -154,8 +191,12 @@ class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
     @override
     def profile_context(self) -> AbstractContextManager[Any]:
         # The engine casts the model when it is made, after profiling; autocast stands in for that.
-        dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(self.precision_plugin.precision))
-        return nullcontext() if dtype is None else torch.autocast(self.root_device.type, dtype=dtype)
+        dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(
+            str(self.precision_plugin.precision)
+        )
+        return (
+            nullcontext() if dtype is None else torch.autocast(self.root_device.type, dtype=dtype)
+        )
 
     @override
     def _backward_kwargs(self) -> dict[str, Any]:
@@ -169,7 +210,9 @@ class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
         reduces only parameters that have a gradient, so ranks with different ones would not match.
         """
         assert self.lightning_module is not None
-        missing = [p for p in self.lightning_module.parameters() if p.requires_grad and p.grad is None]
+        missing = [
+            p for p in self.lightning_module.parameters() if p.requires_grad and p.grad is None
+        ]
         if missing:
             self.deepspeed_engine.backward(zero_for(missing), scale_wrt_gas=False)
 
@@ -187,10 +230,12 @@ class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
 
 def _check_config(config: dict[str, Any]) -> None:
     """Refuse DeepSpeed configs that are not exact here, or would hang."""
-    zero = config.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
+    zero = config.setdefault("zero_optimization", {})
+    stage = zero.setdefault("stage", 1)
     if stage != 1:
-        reason = _STAGE_REFUSED.get(stage, "the strategy is built on stage 1, which shards the optimizer state")
+        reason = _STAGE_REFUSED.get(
+            stage, "the strategy is built on stage 1, which shards the optimizer state"
+        )
         raise MisconfigurationException(
             f"strategy='dcp' needs DeepSpeed's ZeRO stage 1, but stage {stage} was given: {reason}."
             " Leave `stage` out, or set zero_optimization.stage to 1 in the config."
@@ -206,5 +251,3 @@ def _check_config(config: dict[str, Any]) -> None:
             "managed_gradient_accumulation=true makes DeepSpeed count backward passes itself; under strategy='dcp' the"
             " plan does. Remove the entry."
         )
-
-

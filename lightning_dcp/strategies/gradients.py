@@ -20,7 +20,8 @@ class _Zero(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, ...]:
         return tuple(
-            torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.parameters
+            torch.zeros(shape, dtype=dtype, device=device)
+            for shape, dtype, device in ctx.parameters
         )
 
 

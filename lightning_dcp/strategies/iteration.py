@@ -256,7 +256,12 @@ class IterationRunner:
             if group.rank_in_group:
                 self._open.enter_context(_counted_by_another_rank(self._metrics))
             self.inside_micro_batch = True
-            shape = (micro_batch.batch_size, micro_batch.seq_len, group.size, micro_batch.recompute_blocks)
+            shape = (
+                micro_batch.batch_size,
+                micro_batch.seq_len,
+                group.size,
+                micro_batch.recompute_blocks,
+            )
             with self.memory.forward(shape, micro_batch.recompute_blocks):
                 output = self._host.forward_micro_batch(data, *self._rest)
             loss, num_targets = _loss_and_targets(output, pending)
@@ -271,7 +276,9 @@ class IterationRunner:
         self.state.loss_dtype = loss.dtype
         if self._bears_loss:
             self.state.targets += num_targets * share
-            self.state.loss_sum = self.state.loss_sum + loss.detach().double() * (num_targets * share)
+            self.state.loss_sum = self.state.loss_sum + loss.detach().double() * (
+                num_targets * share
+            )
         weight = num_targets * share / self.state.reference_targets
         return loss * (weight * self._backend_averages)
 
@@ -305,7 +312,9 @@ def _loss_and_targets(output: Any, pending: _Pending) -> tuple[Tensor, float]:
         )
     num_targets = float(num_targets)
     if not num_targets >= 0:
-        raise ValueError(f"`training_step` returned num_targets={num_targets}; it must be a count, 0 or more.")
+        raise ValueError(
+            f"`training_step` returned num_targets={num_targets}; it must be a count, 0 or more."
+        )
     return loss.reshape(()), num_targets
 
 
@@ -316,7 +325,8 @@ def _counted_by_another_rank(metrics: list[Metric]) -> Iterator[None]:
     p ranks run the same micro-batch; the first rank of the group counts it.
     """
     before = [
-        (metric, metric._copy_state_dict(), metric._update_count, metric._computed) for metric in metrics
+        (metric, metric._copy_state_dict(), metric._update_count, metric._computed)
+        for metric in metrics
     ]
     try:
         yield

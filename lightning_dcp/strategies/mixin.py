@@ -14,16 +14,14 @@ Order of a `fit` (forced by Lightning: `configure_optimizers` may ask for
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies.ddp import DDPStrategy
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
@@ -32,19 +30,22 @@ from lightning_dcp.data.batch import IterationBatch
 from lightning_dcp.parallel.blocks import find_blocks
 from lightning_dcp.parallel.runtime import BlockRuntime
 from lightning_dcp.parallel.topology import Topology
-from lightning_dcp.planning.options import PlanningOptions
 from lightning_dcp.planning.report import IterationReport
 from lightning_dcp.profiling.memory_meter import MemoryMeter
-from lightning_dcp.profiling.options import ProfilingOptions
 from lightning_dcp.strategies import _lightning_compat as compat
 from lightning_dcp.strategies.agreement import collectively, gather_objects
-from lightning_dcp.strategies.checks import check_module, check_optimizers, check_trainer
-from lightning_dcp.strategies.iteration import IterationRunner, LossAverage
+from lightning_dcp.strategies.checks import (
+    check_module,
+    check_optimizers,
+    check_trainer,
+    one_optimizer,
+)
+from lightning_dcp.strategies.collectives import GuardedCollectives
+from lightning_dcp.strategies.iteration import IterationRunner
 from lightning_dcp.strategies.iteration_logs import IterationLogs, LogKey
 from lightning_dcp.strategies.preparation import Preparation, TrainPreparer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
     import lightning as L
@@ -54,53 +55,10 @@ if TYPE_CHECKING:
     from lightning_dcp.planning.plan import Plan
     from lightning_dcp.planning.planner import EpochPlanner
     from lightning_dcp.profiling.cost_profile import CostProfile
+    from lightning_dcp.strategies.settings import DCPSettings
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DCPSettings:
-    """What a user may set on a DCP strategy; see `DCPStrategy` for the meaning."""
-
-    planning: PlanningOptions
-    profiling: ProfilingOptions
-    blocks: str | None
-    sequence_dims: Mapping[str, int | None] | None
-    loss_average: LossAverage
-    ignore_index: int
-
-    def __post_init__(self) -> None:
-        if self.loss_average not in ("tokens", "samples"):
-            raise ValueError(
-                f"loss_average={self.loss_average!r}: say whether the loss that `training_step` returns is a mean"
-                " over 'tokens' or over 'samples'."
-            )
-
-    @classmethod
-    def make(
-        cls,
-        *,
-        policy: str | None,
-        planning: PlanningOptions | None,
-        profiling: ProfilingOptions | None,
-        blocks: str | None,
-        sequence_dims: Mapping[str, int | None] | None,
-        loss_average: LossAverage,
-        ignore_index: int,
-    ) -> DCPSettings:
-        """Fill in defaults; `policy` is a short way to set `planning.policy`."""
-        planning = planning or PlanningOptions()
-        if policy is not None:
-            planning = dataclasses.replace(planning, policy=policy)
-        return cls(
-            planning=planning,
-            profiling=profiling or ProfilingOptions(),
-            blocks=blocks,
-            sequence_dims=sequence_dims,
-            loss_average=loss_average,
-            ignore_index=ignore_index,
-        )
-
-
-class DCPStrategyMixin(DDPStrategy):
+class DCPStrategyMixin(GuardedCollectives):
     """Plan-driven training for a strategy that is, or inherits from, Lightning's DDPStrategy."""
 
     settings: DCPSettings
@@ -126,6 +84,11 @@ class DCPStrategyMixin(DDPStrategy):
     def cost_profile(self) -> CostProfile | None:
         """What was measured on the user's model; None before `setup`."""
         return None if self._preparation is None else self._preparation.cost_profile
+
+    @property
+    @override
+    def inside_micro_batch(self) -> bool:
+        return self._runner is not None and self._runner.inside_micro_batch
 
     # ---- what the engines differ in ----------------------------------------------------------------
 
@@ -184,16 +147,24 @@ class DCPStrategyMixin(DDPStrategy):
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
-        super().setup_optimizers(trainer)
+        with one_optimizer(self.strategy_name):
+            super().setup_optimizers(trainer)
         check_optimizers(self.optimizers, self.strategy_name)
 
     def _setup_dcp(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Blocks, groups, train loader, cost profile, planner: in the order they need each other."""
-        stack = collectively("Finding the model's blocks", lambda: find_blocks(pl_module, self.settings.blocks))
-        self._topology = Topology(self.world_size, self.global_rank, device_type=self.root_device.type)
+        stack = collectively(
+            "Finding the model's blocks", lambda: find_blocks(pl_module, self.settings.blocks)
+        )
+        self._topology = Topology(
+            self.world_size, self.global_rank, device_type=self.root_device.type
+        )
         self._topology.create_groups()
         self._runtime = BlockRuntime(
-            stack, self._topology, sequence_dims=self.settings.sequence_dims, device=self.root_device
+            stack,
+            self._topology,
+            sequence_dims=self.settings.sequence_dims,
+            device=self.root_device,
         )
         self._runtime.attach()
         _same_parameters_on_all_ranks(pl_module)
@@ -261,7 +232,9 @@ class DCPStrategyMixin(DDPStrategy):
     # ---- one iteration -----------------------------------------------------------------------------
 
     @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
         if isinstance(batch, IterationBatch):
             # Micro-batches go to the device one at a time, when they run.
             assert self._patches is not None
@@ -329,7 +302,11 @@ class DCPStrategyMixin(DDPStrategy):
 
     def forward_micro_batch(self, batch: Any, *rest: Any) -> Any:
         """Run the user's `training_step` on one micro-batch; what it logs is collected."""
-        assert self.lightning_module is not None and self._patches is not None and self._logs is not None
+        assert (
+            self.lightning_module is not None
+            and self._patches is not None
+            and self._logs is not None
+        )
         trainer = self.lightning_module.trainer
         compat.set_current_batch(trainer, batch)
         self._patches.results.collector = self._logs.add
@@ -348,7 +325,9 @@ class DCPStrategyMixin(DDPStrategy):
     def move_micro_batch(self, batch: Any) -> Any:
         """Move one micro-batch to this rank's device."""
         assert self.lightning_module is not None
-        return compat.move_micro_batch(super().batch_to_device, self.lightning_module, batch, self.root_device)
+        return compat.move_micro_batch(
+            super().batch_to_device, self.lightning_module, batch, self.root_device
+        )
 
     def sum_over_ranks(self, value: float) -> float:
         """Sum of one number over all ranks; a collective."""
@@ -374,46 +353,13 @@ class DCPStrategyMixin(DDPStrategy):
 
     def _file_value(self, key: LogKey, value: Tensor, weight: float) -> None:
         assert self._patches is not None and self.lightning_module is not None
-        compat.file_reduced_value(self.lightning_module.trainer, self._patches.results, key, value, weight)
+        compat.file_reduced_value(
+            self.lightning_module.trainer, self._patches.results, key, value, weight
+        )
 
     def _file_metric(self, key: LogKey) -> None:
         assert self._patches is not None and self.lightning_module is not None
         compat.file_metric(self.lightning_module, self._patches.results, key)
-
-    # ---- collectives of Lightning -------------------------------------------------------------------
-
-    @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        self._refuse_inside_micro_batch("reduce")
-        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
-            # Lightning 2.6.6 averages integer batch sizes over ranks and floors: 1.5 becomes 1
-            # (Lightning issue 21838).
-            tensor = tensor.to(torch.float64 if tensor.device.type != "mps" else torch.float32)
-        return super().reduce(tensor, group, reduce_op)
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._refuse_inside_micro_batch("barrier")
-        super().barrier(*args, **kwargs)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self._refuse_inside_micro_batch("broadcast")
-        return super().broadcast(obj, src)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        self._refuse_inside_micro_batch("all_gather")
-        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
-
-    def _refuse_inside_micro_batch(self, what: str) -> None:
-        if self._runner is not None and self._runner.inside_micro_batch:
-            raise RuntimeError(
-                f"`{what}` was called inside `training_step` under strategy='{self.strategy_name}'. Ranks run different"
-                " numbers of micro-batches per optimizer step, so a collective over all ranks would hang. Log values"
-                " with `self.log` (they are reduced over ranks once per step), or move the call to"
-                " `on_train_batch_end`."
-            )
 
 
 def _same_parameters_on_all_ranks(pl_module: L.LightningModule) -> None:

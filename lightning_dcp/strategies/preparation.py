@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_dcp.data.datamodule import MicroBatchMaker
 from lightning_dcp.data.lengths import resolve_lengths
-from lightning_dcp.data.sampler import PlanSampler
 from lightning_dcp.data.loader import LoaderSpec, build_plan_loader, read_loader
+from lightning_dcp.data.sampler import PlanSampler
 from lightning_dcp.parallel.kernels import kernel_name
 from lightning_dcp.planning.planner import EpochPlanner
 from lightning_dcp.profiling.cache import ProfileCache, load_or_measure
@@ -97,12 +97,16 @@ class TrainPreparer:
         """
         self._refuse_a_second_loader()
         planning = self._strategy.settings.planning
-        spec, lengths = collectively("Reading the train loader and its lengths", partial(self._read, dataloader))
+        spec, lengths = collectively(
+            "Reading the train loader and its lengths", partial(self._read, dataloader)
+        )
         check_same_on_all_ranks(
             "the training plan",
             {
                 "number of samples": str(len(lengths)),
-                "sequence lengths": hashlib.sha256(np.ascontiguousarray(lengths).tobytes()).hexdigest()[:12],
+                "sequence lengths": hashlib.sha256(
+                    np.ascontiguousarray(lengths).tobytes()
+                ).hexdigest()[:12],
                 "batch_size": str(spec.batch_size),
                 "shuffle": str(spec.shuffle),
                 "seed": str(self._strategy.seed),
@@ -132,7 +136,9 @@ class TrainPreparer:
             ),
         )
         check_same_on_all_ranks(
-            "the training plan", planner.inputs, "Start every rank with the same code, data, options and libraries."
+            "the training plan",
+            planner.inputs,
+            "Start every rank with the same code, data, options and libraries.",
         )
         loader = collectively(
             "Rebuilding the train loader",
@@ -145,7 +151,9 @@ class TrainPreparer:
                 epoch=self._trainer.current_epoch,
             ),
         )
-        return Preparation(planner=planner, cost_profile=profile, loader=loader, profile_was_cached=was_cached)
+        return Preparation(
+            planner=planner, cost_profile=profile, loader=loader, profile_was_cached=was_cached
+        )
 
     @property
     def _datamodule(self) -> Any:
@@ -206,7 +214,9 @@ class TrainPreparer:
         )
         self._runtime.load_observations(profile)
         if was_cached:
-            rank_zero_info("DCP: the cost profile of this model and machine was found in the cache.")
+            rank_zero_info(
+                "DCP: the cost profile of this model and machine was found in the cache."
+            )
         if len(profile.sp_size_exclusions) and self._topology.world_size > 1:
             for sp_size, reason in sorted(profile.sp_size_exclusions.items()):
                 rank_zero_warn(f"DCP: SP size {sp_size} is not used: {reason}")

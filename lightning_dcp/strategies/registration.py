@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_dcp.strategies.ddp import DCPDDPStrategy
 from lightning_dcp.strategies.deepspeed import DCPStrategy

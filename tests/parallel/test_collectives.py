@@ -77,6 +77,7 @@ def gather(rank: int, length: int) -> None:
     own = padded[:, rank * n : rank * n + n].clone().requires_grad_()
     gathered = gather_sequence(own, 1, group, length)
     assert torch.equal(gathered, whole)
+    assert gathered.is_contiguous()
     (gathered * tensor(2, length, 5, seed=rank)).sum().backward()
     # Every rank's loss depends on this rank's tokens; nothing comes back to padding.
     total = sum(tensor(2, length, 5, seed=r) for r in range(4))

@@ -328,12 +328,14 @@ class TestRandomNumbers:
         model = build(Kind(dropout=0.5))
         runtime = make_runtime(model)
         before = random_states(), F.scaled_dot_product_attention
-        with (
-            pytest.raises(KeyError),
-            runtime.micro_batch(group=ALONE, observe=True),
-        ):
-            torch.rand(3), random.random(), np.random.random()  # noqa: NPY002
-            raise KeyError
+
+        def fail() -> None:
+            with runtime.micro_batch(group=ALONE, observe=True):
+                torch.rand(3), random.random(), np.random.random()  # noqa: NPY002
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            fail()
         assert (random_states(), F.scaled_dot_product_attention) == before
         assert region.active() is None
         observe(runtime, model, 6)
@@ -368,3 +370,20 @@ def test_hidden_states_not_found():
 
 def test_torch_own_encoder_is_found():
     assert find_blocks(EncoderModel()).path == "encoder.layers"
+
+
+@pytest.mark.parametrize("recompute_blocks", [0, 2])
+def test_compiled_blocks(recompute_blocks):
+    """``block.compile()`` compiles what is around ``forward`` too: our part must run eagerly."""
+    model = build(Kind(), num_blocks=3)
+    batch = make_batch(7, 2, torch.float64)
+    expected = mean_loss(model, batch).item()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    runtime = make_runtime(model)
+    observe(runtime, model, 6, 9)
+    assert runtime.attention_heads == {(4, 4)}
+    with runtime.micro_batch(group=ALONE, recompute_blocks=recompute_blocks):
+        loss = mean_loss(model, batch)
+        loss.backward()
+    assert loss.item() == pytest.approx(expected, rel=1e-12)

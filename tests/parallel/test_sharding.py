@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import random
 from typing import Any
 
@@ -272,9 +274,14 @@ def skipped_blocks(rank: int) -> None:
     ):
         last(first(x, rotary)[:, :1], rotary)
     # An error that is being handled is not hidden by a pass that is still open.
-    with pytest.raises(KeyError), runtime.micro_batch(group=group):  # noqa: PT012
+    open_contexts = contextlib.ExitStack()
+    open_contexts.enter_context(runtime.micro_batch(group=group))
+    try:
         first(x, rotary)
         raise KeyError
+    except KeyError:
+        open_contexts.close()
+    assert region.active() is None
 
 
 def error_in_a_block(rank: int) -> None:
@@ -314,8 +321,15 @@ def error_in_a_block(rank: int) -> None:
     reference = reference_gradients(model, batch)
     runtime.attach()
     model.zero_grad()
+    calls = 0
+    handle = fail(1)
     with runtime.micro_batch(group=group):
-        (mean_loss(model, batch) / 4).backward()
+        replicated = torch.get_rng_state()
+        with pytest.raises(KeyError):
+            mean_loss(model, batch)
+        assert torch.equal(torch.get_rng_state(), replicated)
+        (mean_loss(model, batch) / 4).backward()  # tried again in the same micro-batch
+    handle.remove()
     assert worst_error(model, reference, group)[0] < 1e-12
 
 
@@ -354,12 +368,12 @@ def test_condition_of_the_same_length(world, length):
         assert error <= 1e-12, parameter
 
 
-def two_passes(rank: int) -> tuple[float, str]:
-    """The model runs twice in one micro-batch, with the model's own checkpoints around blocks."""
+def two_passes(rank: int, kind: Kind, lengths: tuple[int, int], r: int) -> tuple[float, str]:
+    """The model runs twice in one micro-batch."""
     topology = world_topology(rank)
-    model = build(Kind(own_checkpoint="around"))
+    model = build(kind)
     runtime = observed_runtime(model, topology)
-    batches = [make_batch(length, 2, torch.float64) for length in (13, 9)]
+    batches = [make_batch(length, 2, torch.float64) for length in lengths]
     runtime.detach()
     reference = reference_gradients(model, batches[0])
     for name, gradient in reference_gradients(model, batches[1]).items():
@@ -367,13 +381,20 @@ def two_passes(rank: int) -> tuple[float, str]:
     runtime.attach()
     model.zero_grad()
     group = topology.group(rank - rank % 2, 2)
-    with runtime.micro_batch(group=group):
+    with runtime.micro_batch(group=group, recompute_blocks=r):
         sum(mean_loss(model, batch) / 2 for batch in batches).backward()
     return worst_error(model, reference, group)
 
 
-def test_two_passes_in_one_micro_batch(world):
-    for error, parameter in world.run(two_passes):
+@pytest.mark.parametrize(
+    ("kind", "lengths", "recompute_blocks"),
+    [
+        (Kind(own_checkpoint="around"), (13, 9), 0),
+        (Kind(causal=False), (13, 14), 2),  # both have 7 tokens per rank
+    ],
+)
+def test_two_passes_in_one_micro_batch(world, kind, lengths, recompute_blocks):
+    for error, parameter in world.run(two_passes, kind, lengths, recompute_blocks):
         assert error <= 1e-12, parameter
 
 
@@ -426,3 +447,67 @@ def attention_outside(rank: int) -> bool:
 
 def test_attention_outside_the_blocks(world):
     assert all(world.run(attention_outside))
+
+
+def shortened(rank: int) -> None:
+    """Blocks that are passed over under sharding: the profile's runs."""
+    topology = world_topology(rank)
+    model = build(Kind(), num_blocks=4)
+    short = copy.deepcopy(model)
+    del short.blocks[2:]
+    runtime = observed_runtime(model, topology)
+    batch = make_batch(9, 2, torch.float64)
+    reference = reference_gradients(short, batch)
+    group = topology.group(0, 4)
+    with runtime.micro_batch(group=group, active_blocks=2, recompute_blocks=1):
+        (mean_loss(model, batch) / 4).backward()
+    assert all(p.grad is None for p in model.blocks[2:].parameters())
+    del model.blocks[2:]
+    assert worst_error(model, reference, group)[0] < 1e-12
+
+
+def test_shortened_stack(world):
+    world.run(shortened)
+
+
+def autocast(rank: int) -> tuple[float, str]:
+    topology = world_topology(rank)
+    model = build(Kind(kv_heads=2), torch.float32)
+    runtime = observed_runtime(model, topology)
+    batch = make_batch(13, 2, torch.float32)
+    group = topology.group(0, 4)
+    runtime.detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        reference = reference_gradients(model, batch)
+    runtime.attach()
+    model.zero_grad()
+    with runtime.micro_batch(group=group, recompute_blocks=1):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = mean_loss(model, batch) / 4
+        loss.backward()
+    return worst_error(model, reference, group)
+
+
+def test_mixed_precision(world):
+    """As close as the coarse type lets it be; keys and queries may come in different types."""
+    for error, parameter in world.run(autocast):
+        assert error <= 0.05, parameter
+
+
+def compiled(rank: int) -> tuple[float, str]:
+    topology = world_topology(rank)
+    model = build(Kind())
+    batch = make_batch(13, 2, torch.float64)
+    reference = reference_gradients(model, batch)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    runtime = observed_runtime(model, topology)
+    group = topology.group(rank - rank % 2, 2)
+    with runtime.micro_batch(group=group, recompute_blocks=1):
+        (mean_loss(model, batch) / 2).backward()
+    return worst_error(model, reference, group)
+
+
+def test_compiled_blocks(world):
+    for error, parameter in world.run(compiled):
+        assert error <= 1e-12, parameter

@@ -63,6 +63,12 @@ def test_everything_a_block_may_take():
     assert BlockSignature.from_json(signature.to_json()) == signature
 
 
+def test_no_attention_seen():
+    """The dimension that changes with the length, as a model with its own attention shows it."""
+    seen = [observation(None, x=(2, s, 16)) for s in (8, 12)]
+    assert learn_signature(seen).sequence_dim == 1
+
+
 def test_sequence_first():
     assert learn_signature([observation(s, x=(s, 2, 16)) for s in (16, 24)]).sequence_dim == 0
 
@@ -156,6 +162,9 @@ def test_keys_of_constant_number_are_a_condition():
         return observation(s, calls=calls, x=(2, s, 16))
 
     assert learn_signature([at(8, 5), at(12, 5)]).condition_lengths == {5}
+    assert learn_signature([at(8, 12), at(12, 12)]).condition_lengths == {12}
+    added = learn_signature([at(8, 12), at(12, 16)])  # four keys more than tokens
+    assert "attend to 16 keys in a sequence of 12" in added.obstacles[0]
     grown = learn_signature([at(8, 10), at(12, 14)])  # two keys are added to the sequence's
     assert grown.condition_lengths == frozenset()
     assert "no argument of theirs has this length" in grown.obstacles[0]

@@ -87,26 +87,29 @@ def test_seconds_of_the_measured_block_and_of_the_rest():
     def step(inputs):
         return rest(model(inputs))
 
-    costs = measure(model, step, count_bytes=False)
-    assert 0.8 < costs.forward_s / 0.02 < 1.6
-    assert 0.8 < costs.backward_s / 0.06 < 1.4
-    assert 0.8 < costs.rest_s / 0.08 < 1.5
-    assert costs.total_s >= 0.34
-    assert costs.saved_bytes is None
+    # A busy machine wakes sleepers late; the least of several is near the truth.
+    several = [measure(model, step, count_bytes=False) for _ in range(5)]
+    assert 0.9 < min(costs.forward_s for costs in several) / 0.02 < 2.0
+    assert 0.9 < min(costs.backward_s for costs in several) / 0.06 < 1.7
+    assert 0.9 < min(costs.rest_s for costs in several) / 0.08 < 2.0
+    assert all(costs.total_s >= 0.34 for costs in several)
+    assert all(costs.saved_bytes is None for costs in several)
 
 
 def test_backward_ends_with_the_parameters_where_the_input_needs_no_gradient():
     model = Model([SleepyBlock(0.0, 0.04)], train_embedding=False)
-    costs = measure(model, num_blocks=1, count_bytes=False)
-    assert 0.8 < costs.backward_s / 0.04 < 1.8
+    several = [measure(model, num_blocks=1, count_bytes=False) for _ in range(3)]
+    assert 0.9 < min(costs.backward_s for costs in several) / 0.04 < 2.0
 
 
 def test_a_block_called_twice_counts_twice():
     model = Model([SleepyBlock(0.0, 0.0), SleepyBlock(0.02, 0.03)])
-    costs = measure(model, lambda x: model(x) + model(2 * x), count_bytes=True)
-    assert 0.8 < costs.forward_s / 0.04 < 1.5
-    assert 0.8 < costs.backward_s / 0.06 < 1.5
-    assert costs.input_bytes == 2 * HIDDEN_BYTES
+    several = [
+        measure(model, lambda x: model(x) + model(2 * x), count_bytes=True) for _ in range(3)
+    ]
+    assert 0.9 < min(costs.forward_s for costs in several) / 0.04 < 1.8
+    assert 0.9 < min(costs.backward_s for costs in several) / 0.06 < 1.8
+    assert several[0].input_bytes == 2 * HIDDEN_BYTES
 
 
 def test_bytes_of_linear_and_gelu_are_exact():

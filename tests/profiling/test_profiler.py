@@ -457,7 +457,7 @@ def same(texts: list[str]) -> CostProfile:
 
 @pytest.fixture(scope="class")
 def world(request):
-    with World(request.cls.size) as world:
+    with World(request.cls.size, timeout_s=100) as world:
         yield world
 
 
@@ -479,7 +479,9 @@ class TestTwoRanks:
         assert result.cost_model().sp_sizes == ((1, 2) if right else (1,))
 
     def test_attention_that_shows_late_what_it_is(self, world) -> None:
-        result = same(world.run(_profile, 2, block=HalvesBlock, options=AMPLE))
+        result = same(
+            world.run(_profile, 2, block=HalvesBlock, lengths=np.arange(24, 300), options=AMPLE)
+        )
         assert "the one attention runs over" in result.sp_size_exclusions[2]
         assert {m.sp_size for m in result.measurements} == {1}
 
@@ -535,7 +537,7 @@ class TestFourRanks:
             assert shared.rest_bytes >= 0.9 * whole.rest_bytes
 
     def test_a_slow_rank_slows_all_and_hangs_none(self, world) -> None:
-        result = same(world.run(_profile_with_slow_rank, 4, timeout_s=30))
+        result = same(world.run(_profile_with_slow_rank, 4))
         assert points(result, 1)
         for m in result.measurements:
             # The median rank, the median group and the slowest of the only group, respectively.
@@ -569,7 +571,7 @@ def test_cuda_agrees_with_the_count_on_a_cpu() -> None:
 
 class TestThreeRanks:
     def test_ranks_without_a_group_keep_step(self) -> None:
-        with World(3) as world:
+        with World(3, timeout_s=100) as world:
             result = same(world.run(_profile, 3, options=ProfilingOptions(budget_s=2.0)))
         assert result.cost_model().sp_sizes == (1, 2)
 

@@ -16,9 +16,9 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_dcp.planning.plan import Plan
 from lightning_dcp.strategies.ddp import DCPDDPStrategy
 from lightning_dcp.strategies.deepspeed import DCPStrategy
-from lightning_dcp.planning.plan import Plan
 from tests.strategies.toys import (
     HandPlanner,
     Reference,
@@ -76,10 +76,14 @@ class Watch(L.Callback):
         self.gradients: list[dict[str, Tensor]] = []
         self.losses: list[float] = []
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
+    ) -> None:
         if isinstance(trainer.strategy, DCPStrategy):
             return  # the engine reduces in its step, see `watch_engine`
-        self.gradients.append({n: p.grad.clone() for n, p in pl_module.named_parameters() if p.grad is not None})
+        self.gradients.append(
+            {n: p.grad.clone() for n, p in pl_module.named_parameters() if p.grad is not None}
+        )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if isinstance(trainer.strategy, DCPStrategy):
@@ -100,7 +104,9 @@ class Watch(L.Callback):
 
         optimizer.step = watched
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any
+    ) -> None:
         self.losses.append(float(outputs["loss"]))
 
 
@@ -114,7 +120,9 @@ def hand_planned(strategy: Any, plans: list[Plan]) -> None:
         def __init__(self, _: Any, __: Any, pl_module: Any, runtime: Any, topology: Any) -> None:
             # The profile would show the blocks' arguments to the runtime.
             for length in (4, 6):
-                with runtime.micro_batch(group=topology.group(strategy.global_rank, 1), observe=True):
+                with runtime.micro_batch(
+                    group=topology.group(strategy.global_rank, 1), observe=True
+                ):
                     pl_module(torch.ones(1, length, dtype=torch.long)).sum().backward()
             pl_module.zero_grad()
 
@@ -165,7 +173,9 @@ def train(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, DataLoader(Sequences(LENGTHS), batch_size=2, collate_fn=collate, shuffle=True))
+    trainer.fit(
+        model, DataLoader(Sequences(LENGTHS), batch_size=2, collate_fn=collate, shuffle=True)
+    )
     return {
         "gradients": watch.gradients,
         "losses": watch.losses,
@@ -208,7 +218,10 @@ class TestExactness:
         for result in world.run(train, name, 20):
             assert result["global_step"] == 20
             for step in range(3):  # later ones differ by what the steps before have rounded
-                assert largest_relative_error(result["gradients"][step], wanted.gradients[step]) <= 2e-6 * 4**step
+                assert (
+                    largest_relative_error(result["gradients"][step], wanted.gradients[step])
+                    <= 2e-6 * 4**step
+                )
             assert largest_relative_error(result["parameters"], wanted.parameters) <= 1e-5
             assert result["losses"] == pytest.approx(wanted.losses, rel=1e-5)
             assert result["left_behind"] == []
@@ -219,12 +232,18 @@ class TestExactness:
             assert largest_relative_error(result["gradients"][0], wanted.gradients[0]) <= 1e-12
             if name == "dcp_ddp":  # the master weights of ZeRO-1 are float32
                 for step in (1, 2):
-                    assert largest_relative_error(result["gradients"][step], wanted.gradients[step]) <= 1e-12
+                    assert (
+                        largest_relative_error(result["gradients"][step], wanted.gradients[step])
+                        <= 1e-12
+                    )
                 assert largest_relative_error(result["parameters"], wanted.parameters) <= 1e-12
             assert result["losses"][0] == pytest.approx(wanted.losses[0], rel=1e-12)
 
     def test_clipping_by_the_norm_one_process_sees(self, world: World, name: str) -> None:
-        norms = [float(torch.stack([g.norm() for g in step.values()]).norm()) for step in wanted_of(20).gradients]
+        norms = [
+            float(torch.stack([g.norm() for g in step.values()]).norm())
+            for step in wanted_of(20).gradients
+        ]
         clip = 0.5 * min(norms)
         wanted = wanted_of(20, clip)
         for result in world.run(train, name, 20, clip=clip):
@@ -232,13 +251,17 @@ class TestExactness:
 
     def test_targets_known_only_from_the_training_step(self, world: World, name: str) -> None:
         wanted = wanted_of(3, name=name, double=True)
-        for result in world.run(train, name, 3, double=True, collate=pad_hidden_labels, report_targets=True):
+        for result in world.run(
+            train, name, 3, double=True, collate=pad_hidden_labels, report_targets=True
+        ):
             assert largest_relative_error(result["gradients"][0], wanted.gradients[0]) <= 1e-12
             assert result["losses"][0] == pytest.approx(wanted.losses[0], rel=1e-12)
 
     def test_loss_averaged_over_samples(self, world: World, name: str) -> None:
         wanted = wanted_of(3, name=name, double=True, mean_over="samples")
-        results = world.run(train, name, 3, double=True, loss_average="samples", mean_over="samples")
+        results = world.run(
+            train, name, 3, double=True, loss_average="samples", mean_over="samples"
+        )
         for result in results:
             assert largest_relative_error(result["gradients"][0], wanted.gradients[0]) <= 1e-12
 

@@ -41,17 +41,31 @@ class LoggingLM(ToyLM):
         self.log("one", 1.0, on_step=True, on_epoch=True, sync_dist=True)
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
         self.log("local", loss, on_step=False, on_epoch=True)
-        self.log("longest", float(batch["ids"].shape[1]), reduce_fx="max", on_step=True, on_epoch=True)
+        self.log(
+            "longest", float(batch["ids"].shape[1]), reduce_fx="max", on_step=True, on_epoch=True
+        )
         self.log_dict({"a": 2.0, "b": loss * 2}, on_step=True, sync_dist=True)
-        self.log("samples", float(len(batch["ids"])), reduce_fx="sum", on_epoch=True, on_step=True, sync_dist=True)
+        self.log(
+            "samples",
+            float(len(batch["ids"])),
+            reduce_fx="sum",
+            on_epoch=True,
+            on_step=True,
+            sync_dist=True,
+        )
         self.fx_names.append(str(self._current_fx_name))
         return loss
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
         self.estimated = self.trainer.estimated_stepping_batches
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (2 * self.estimated))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: 1 - step / (2 * self.estimated)
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class Recorder(L.Callback):
@@ -75,7 +89,9 @@ class Recorder(L.Callback):
         self.val_steps.append(trainer.global_step)
 
 
-def fit(rank: int, name: str, folder: str, lengths: list[int] = LENGTHS, **options: Any) -> dict[str, Any]:
+def fit(
+    rank: int, name: str, folder: str, lengths: list[int] = LENGTHS, **options: Any
+) -> dict[str, Any]:
     world_size = torch.distributed.get_world_size()
     cls = {"dcp": DCPStrategy, "dcp_ddp": DCPDDPStrategy}[name]
     planning = options.pop("planning", {})
@@ -142,7 +158,9 @@ class TestTwoEpochs:
 
         plans = [report.plan for report in first["reports"]]
         for epoch in (plans[:steps], plans[steps:]):
-            assert sorted(i for p in epoch for m in p.micro_batches for i in m.sample_ids) == list(range(61))
+            assert sorted(i for p in epoch for m in p.micro_batches for i in m.sample_ids) == list(
+                range(61)
+            )
         assert [m.sample_ids for p in plans[:steps] for m in p.micro_batches] != [
             m.sample_ids for p in plans[steps:] for m in p.micro_batches
         ]
@@ -150,7 +168,9 @@ class TestTwoEpochs:
             wanted = [list(m.sample_ids) for p in plans for m in p.for_rank(rank)]
             assert r["seen"] == wanted
         counts = {len(p.for_rank(rank)) for p in plans for rank in range(4)}
-        assert len(counts) > 1, "ranks ran the same number of micro-batches: the test shows too little"
+        assert len(counts) > 1, (
+            "ranks ran the same number of micro-batches: the test shows too little"
+        )
 
     def test_logged_values(self, world: World, name: str, tmp_path: Path) -> None:
         results = world.run(fit, name, str(tmp_path))
@@ -161,9 +181,13 @@ class TestTwoEpochs:
             values = first["epoch_values"][epoch]
             steps = first["steps"][8 * epoch : 8 * epoch + 8]
             plans = [report.plan for report in first["reports"][8 * epoch : 8 * epoch + 8]]
-            weights = [sum(num_targets[i] for m in p.micro_batches for i in m.sample_ids) for p in plans]
+            weights = [
+                sum(num_targets[i] for m in p.micro_batches for i in m.sample_ids) for p in plans
+            ]
             losses = first["losses"][8 * epoch : 8 * epoch + 8]
-            assert [report.num_targets for report in first["reports"][8 * epoch : 8 * epoch + 8]] == weights
+            assert [
+                report.num_targets for report in first["reports"][8 * epoch : 8 * epoch + 8]
+            ] == weights
             mean = sum(w * x for w, x in zip(weights, losses, strict=True)) / sum(weights)
             assert values["one_epoch"] == values["one_step"] == 1.0
             assert values["loss_epoch"] == pytest.approx(mean, rel=1e-5)

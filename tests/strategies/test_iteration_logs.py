@@ -29,7 +29,9 @@ class ThreadRanks:
         self._barrier.wait()
         return values
 
-    def run(self, work: Callable[[int, IterationLogs, dict[str, float]], Any]) -> list[dict[str, float]]:
+    def run(
+        self, work: Callable[[int, IterationLogs, dict[str, float]], Any]
+    ) -> list[dict[str, float]]:
         filed: list[dict[str, float]] = [{} for _ in range(self.size)]
         errors: list[BaseException] = []
 
@@ -84,7 +86,9 @@ def test_mean_is_weighted_by_elements_and_a_group_counts_once() -> None:
         assert filed["loss:weight"] == 16
 
 
-@pytest.mark.parametrize(("reduce", "wanted"), [("sum", 2.0 + 4.0 + 8.0), ("max", 8.0), ("min", 2.0), ("avg", 40 / 12)])
+@pytest.mark.parametrize(
+    ("reduce", "wanted"), [("sum", 2.0 + 4.0 + 8.0), ("max", 8.0), ("min", 2.0), ("avg", 40 / 12)]
+)
 def test_other_reductions(reduce: str, wanted: float) -> None:
     def work(rank: int, logs: IterationLogs, filed: dict[str, float]) -> None:
         if rank < 2:

@@ -80,7 +80,9 @@ class ToyLM(L.LightningModule):
         """What the loss is a mean over: (num_targets,) of every labelled element, or (B,) of every sample."""
         logits = self(batch["ids"])
         labels = batch["targets"] if "targets" in batch else batch["labels"]
-        each = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none")
+        each = F.cross_entropy(
+            logits.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none"
+        )
         keep = labels != IGNORE
         return each[keep] if self.mean_over == "tokens" else each.sum(1) / keep.sum(1)
 
@@ -89,11 +91,17 @@ class ToyLM(L.LightningModule):
         if self.log_step is not None:
             self.log_step(self, loss, batch)
         if self.report_targets:
-            return {"loss": loss, "num_targets": (batch["targets"] != IGNORE).sum(), "mine": batch_idx}
+            return {
+                "loss": loss,
+                "num_targets": (batch["targets"] != IGNORE).sum(),
+                "mine": batch_idx,
+            }
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self.losses(batch).mean(), sync_dist=True, batch_size=len(batch["ids"]))
+        self.log(
+            "val_loss", self.losses(batch).mean(), sync_dist=True, batch_size=len(batch["ids"])
+        )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
@@ -125,7 +133,9 @@ def pad(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
     longest = max(len(s["ids"]) for s in samples)
     return {
         "ids": torch.stack([F.pad(s["ids"], (0, longest - len(s["ids"]))) for s in samples]),
-        "labels": torch.stack([F.pad(s["labels"], (0, longest - len(s["ids"])), value=IGNORE) for s in samples]),
+        "labels": torch.stack(
+            [F.pad(s["labels"], (0, longest - len(s["ids"])), value=IGNORE) for s in samples]
+        ),
         "id": torch.tensor([s["id"] for s in samples]),
     }
 
@@ -142,7 +152,11 @@ def loader(lengths: Sequence[int], batch_size: int = 2, **kwargs: Any) -> DataLo
 
 
 def micro_batch(
-    dataset: Sequences, ids: Sequence[int], first_rank: int, sp_size: int = 1, recompute_blocks: int = 0
+    dataset: Sequences,
+    ids: Sequence[int],
+    first_rank: int,
+    sp_size: int = 1,
+    recompute_blocks: int = 0,
 ) -> MicroBatch:
     lengths = [dataset.sequence_lengths[i] for i in ids]
     return MicroBatch(
@@ -169,8 +183,15 @@ class HandPlanner:
         return len(self.plans)
 
     def epoch(self, epoch: int) -> list[Plan]:
-        return [Plan(epoch=epoch, iteration=p.iteration, world_size=p.world_size, micro_batches=p.micro_batches)
-                for p in self.plans]
+        return [
+            Plan(
+                epoch=epoch,
+                iteration=p.iteration,
+                world_size=p.world_size,
+                micro_batches=p.micro_batches,
+            )
+            for p in self.plans
+        ]
 
 
 def unequal_plan(dataset: Sequences, iteration: int, ids: Sequence[int], num_blocks: int) -> Plan:
@@ -230,15 +251,21 @@ def reference(
         each = [model.losses(pad([dataset[i]])) for i in ids]
         loss = torch.cat(each).mean()
         loss.backward()
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        gradients.append(
+            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        )
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         losses.append(loss.item())
-    return Reference(gradients, losses, {n: p.detach().clone() for n, p in model.named_parameters()})
+    return Reference(
+        gradients, losses, {n: p.detach().clone() for n, p in model.named_parameters()}
+    )
 
 
 def largest_relative_error(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """Largest over parameters of |got - wanted| / |wanted|, in norms."""
     assert got.keys() == wanted.keys()
-    return max(float((got[n] - wanted[n]).norm() / wanted[n].norm().clamp_min(1e-30)) for n in wanted)
+    return max(
+        float((got[n] - wanted[n]).norm() / wanted[n].norm().clamp_min(1e-30)) for n in wanted
+    )
