@@ -89,8 +89,8 @@ class AttentionMode(TorchFunctionMode):
     ) -> Any:
         if func is _SDPA and is_intercepting():
             return _sdpa(*args, **(kwargs or {}))
-        # multi_head_attention_forward arrives here as our _mha, which torch finds under its name, even
-        # where ours called torch's: that one knows by the thread's switches what is done already.
+        # multi_head_attention_forward arrives as our _mha, which torch finds under its name, even
+        # where ours called torch's: the thread's switches tell it what has been done already.
         return func(*args, **(kwargs or {}))
 
 

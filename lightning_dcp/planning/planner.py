@@ -65,6 +65,8 @@ class EpochPlanner:
         num_iterations: Optimizer steps per epoch, the same for every epoch.
         tokens_per_step: Tokens a step aims at.
         exclusions: SP sizes that are not used and why.
+        usable_bytes: The memory limit less a margin: what a micro-batch adds may turn out larger
+            than predicted by the cost model's own 95th percentile of held-out errors.
         inputs: A short value or hash of each input, to compare between ranks and name the one
             that differs.
         skipped_ids: Samples left out by ``on_too_long="skip"``.
@@ -107,6 +109,7 @@ class EpochPlanner:
         self.sp_size_exclusions = dict(sp_size_exclusions or {})
         own_limit = self.options.memory_limit_bytes
         self.memory_limit_bytes = int(own_limit if own_limit is not None else memory_limit_bytes)
+        self.usable_bytes = _less_margin(self.memory_limit_bytes, cost_model)
         given = as_lengths(lengths, name=dataset_name)
         self._given_lengths = given
         self._check_limit()
@@ -128,7 +131,7 @@ class EpochPlanner:
             world_size=world_size,
             options=self.options,
             sp_sizes=sp_sizes,
-            limit_bytes=self.memory_limit_bytes,
+            limit_bytes=self.usable_bytes,
             tokens_per_step=target,
         )
         self._search()
@@ -253,7 +256,8 @@ class EpochPlanner:
         what = (
             f"Sample {worst} of {self.dataset_name} has length {int(lengths[worst])} and fits no "
             f"configuration: with p in {list(sp_sizes)} and all blocks recomputed it still lacks "
-            f"{_gib(missing)} ({missing} bytes) of the {_gib(self.memory_limit_bytes)} per rank. "
+            f"{_gib(missing)} ({missing} bytes) of the {_gib(self.usable_bytes)} that a rank may use (the "
+            "limit less a margin for the cost model's error). "
             f"{too_long.size} sample(s) are too long; the longest length that fits is "
             f"{longest_fitting}. "
         )
@@ -284,7 +288,7 @@ class EpochPlanner:
             )
             for p in sp_sizes
         ]
-        return min(needs) - self.memory_limit_bytes
+        return min(needs) - self.usable_bytes
 
     def _longest_fitting(self, longest: int, sp_sizes: tuple[int, ...]) -> int:
         """Largest length up to ``longest`` that fits; 0 where none does. Memory grows with it."""
@@ -326,6 +330,13 @@ class EpochPlanner:
         self._exclusions.extend(exclusions)
         static = problem.static(full_recompute=recompute is not None)
         self._configuration = problem.quickest([*problem.elastic(tables, recompute), *static])
+
+
+def _less_margin(limit_bytes: int, cost_model: CostModel) -> int:
+    """The limit, so much lower that a prediction that is off as usual still stays below it."""
+    error = cost_model.held_out.p95_memory or 0.0
+    spare = max(0, limit_bytes - cost_model.fixed_bytes)
+    return limit_bytes - spare + int(spare / (1.0 + error))
 
 
 def _short_hash(data: bytes) -> str:

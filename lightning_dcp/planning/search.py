@@ -111,7 +111,7 @@ class Problem:
                     lo, hi = self.buckets.bounds(k)
                     reason = (
                         f"one sample of {int(own.max())} tokens lacks {_gib(table)} of memory "
-                        f"(limit {_gib(self.limit_bytes)} per rank)"
+                        f"({_gib(self.limit_bytes)} per rank can be used)"
                     )
                     exclusions.append(Exclusion(p, reason, lo, hi))
         return tables, exclusions

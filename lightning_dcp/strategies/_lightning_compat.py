@@ -1,8 +1,8 @@
 """Every private name of Lightning that this package touches, each with the reason.
 
-Lightning has no public place for what a plan-driven strategy needs: a training batch made of several
-micro-batches, an iteration-wide loss, and logging that is reduced once per iteration. What is
-touched is kept here so that a new Lightning release is checked in one file. Written against
+Lightning has no public place for what a plan-driven strategy needs: a training batch made of
+several micro-batches, an iteration-wide loss, and logging that is reduced once per iteration. What
+is touched is kept here so that a new Lightning release is checked in one file. Written against
 Lightning 2.6.6; the names are covered by `tests/strategies/test_lightning_compat.py`.
 
 ========================================  =====================================================
@@ -59,8 +59,8 @@ LogCall = Callable[..., None]
 class IterationResults(_ResultCollection):
     """Lightning's store of logged values, with a hook for values logged inside a micro-batch.
 
-    While `collector` is set, tensors given to `self.log` go to it (they are reduced once, at the end
-    of the iteration); everything else is Lightning's.
+    While `collector` is set, tensors given to `self.log` go to it (they are reduced once, at the
+    end of the iteration); everything else is Lightning's.
     """
 
     def __init__(self, training: bool) -> None:
@@ -128,7 +128,7 @@ class TrainerPatches:
 
         self._old_optimization = epoch_loop.automatic_optimization
         optimization = IterationOptimization(trainer, iteration_loss)
-        # Progress is state that checkpoints restore: the new loop goes on counting where the old one is.
+        # Progress is state that checkpoints restore: the new loop counts on from the old one's.
         optimization.optim_progress = self._old_optimization.optim_progress
         epoch_loop.automatic_optimization = optimization
 
@@ -183,8 +183,8 @@ def silent_logging(trainer: L.Trainer, pl_module: L.LightningModule) -> Iterator
         return None
 
     loggers = trainer._loggers
-    trainer._loggers = [DummyLogger() for _ in loggers]  # type: ignore[assignment]
-    shadowed = {
+    trainer._loggers = [DummyLogger() for _ in loggers]
+    shadowed: dict[str, Any] = {
         name: pl_module.__dict__[name] for name in ("log", "log_dict") if name in pl_module.__dict__
     }
     pl_module.__dict__["log"] = pl_module.__dict__["log_dict"] = nothing
@@ -255,7 +255,7 @@ def file_reduced_value(
 
 
 def file_metric(pl_module: L.LightningModule, results: IterationResults, key: LogKey) -> None:
-    """Register a metric object that other ranks log, where this rank has not: it will be asked to compute."""
+    """Register a metric object that other ranks log and this one does not: all must compute it."""
     stored = results.get(f"{key.fx}.{key.name}")
     if (stored is not None and not stored.has_reset) or key.metric_attribute is None:
         return

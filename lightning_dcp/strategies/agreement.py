@@ -5,11 +5,13 @@ Everything here is a collective: all ranks must call it, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -36,23 +38,42 @@ def broadcast_object(value: T) -> T:
     return box[0]
 
 
+def gather_rows(row: Tensor) -> Tensor:
+    """(K,) of each rank -> (W, K), on every rank."""
+    if not _distributed():
+        return row.unsqueeze(0)
+    rows = row.new_empty(dist.get_world_size(), row.numel())
+    dist.all_gather(list(rows.unbind(0)), row)
+    return rows
+
+
+def same_tensors_on_all_ranks(tensors: Iterable[Tensor]) -> None:
+    """Overwrite `tensors` with those of rank 0."""
+    if not _distributed():
+        return
+    with torch.no_grad():
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), src=0)
+
+
 def collectively(what: str, work: Callable[[], T]) -> T:
     """Run `work` (which must contain no collective) on every rank; if it fails on one, fail on all.
 
-    Without this, the ranks where it worked would wait in their next collective for those that are gone.
+    Without this, the ranks where it worked would wait in their next collective for the others.
 
     Args:
         what: names the work in the error of the other ranks.
         work: called once.
 
     Raises:
-        Exception: the rank's own exception where `work` failed; RuntimeError naming the failed ranks elsewhere.
+        Exception: the rank's own exception where `work` failed; elsewhere a RuntimeError that names
+            the failed ranks.
     """
     result: T | None = None
     error: Exception | None = None
     try:
         result = work()
-    except Exception as e:
+    except Exception as e:  # noqa: BLE001 - whatever it is, the other ranks must hear of it first
         error = e
     summaries = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:

@@ -1,4 +1,4 @@
-"""What a Trainer, a model or a data set must not ask of a plan-driven strategy, refused before training.
+"""Refuses, before training, what a plan-driven strategy cannot do for a Trainer, model or data set.
 
 Each refusal says what was given, why it cannot work here, and what to do instead.
 """
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, GradientAccumulationScheduler
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS
 from torchmetrics import Metric
@@ -30,27 +30,32 @@ def check_trainer(trainer: L.Trainer, strategy_name: str) -> None:
     """
     if trainer.accumulate_grad_batches != 1:
         raise MisconfigurationException(
-            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) cannot be combined with"
-            f" strategy='{strategy_name}': the plan chooses each rank's accumulation steps itself, and one Trainer"
-            " batch already is one optimizer step. Remove the argument; to change the size of a step set"
-            " `planning.tokens_per_step` (or the DataLoader's batch_size, from which its default is derived)."
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) cannot be"
+            f" combined with strategy='{strategy_name}': the plan chooses each rank's accumulation"
+            " steps itself, and one Trainer batch already is one optimizer step. Remove the"
+            " argument; to change the size of a step set `planning.tokens_per_step` (or the"
+            " DataLoader's batch_size, from which its default is derived)."
         )
-    if trainer.overfit_batches:
+    # Lightning's connectors set these two; the Trainer class does not declare them.
+    overfit_batches: int | float = trainer.overfit_batches  # type: ignore[attr-defined]
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if overfit_batches:
         raise MisconfigurationException(
-            f"Trainer(overfit_batches={trainer.overfit_batches}) replaces the sampler that carries the plan, so it"
-            f" cannot be combined with strategy='{strategy_name}'. Use limit_train_batches, or pass a"
-            " torch.utils.data.Subset of your data set."
+            f"Trainer(overfit_batches={overfit_batches}) replaces the sampler that carries the"
+            f" plan, so it cannot be combined with strategy='{strategy_name}'. Use"
+            " limit_train_batches, or pass a torch.utils.data.Subset of your data set."
         )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in callbacks:
         if isinstance(callback, GradientAccumulationScheduler):
             raise MisconfigurationException(
-                f"GradientAccumulationScheduler cannot be combined with strategy='{strategy_name}': the plan chooses"
-                " each rank's accumulation steps. Remove the callback; `planning.tokens_per_step` sets the step size."
+                "GradientAccumulationScheduler cannot be combined with"
+                f" strategy='{strategy_name}': the plan chooses each rank's accumulation steps."
+                " Remove the callback; `planning.tokens_per_step` sets the step size."
             )
         if isinstance(callback, BatchSizeFinder):
             raise MisconfigurationException(
-                f"BatchSizeFinder cannot be combined with strategy='{strategy_name}': micro-batch sizes come from the"
-                " cost profile and the memory limit. Remove the callback."
+                f"BatchSizeFinder cannot be combined with strategy='{strategy_name}': micro-batch"
+                " sizes come from the cost profile and the memory limit. Remove the callback."
             )
 
 
@@ -58,41 +63,44 @@ def check_module(pl_module: L.LightningModule, strategy_name: str) -> None:
     """Refuse LightningModules whose training step cannot be repeated for several micro-batches.
 
     Raises:
-        MisconfigurationException: manual optimization, a `dataloader_iter` step, or metrics that would
-            start a collective inside a micro-batch.
+        MisconfigurationException: manual optimization, a `dataloader_iter` step, or metrics that
+            would start a collective inside a micro-batch.
     """
     name = type(pl_module).__name__
     if not pl_module.automatic_optimization:
         raise MisconfigurationException(
-            f"{name} uses manual optimization (automatic_optimization=False), which strategy='{strategy_name}' does"
-            " not support: the strategy runs several micro-batches per optimizer step and weights their losses."
-            " Return the loss from `training_step` and let Lightning step the optimizer."
+            f"{name} uses manual optimization (automatic_optimization=False), which"
+            f" strategy='{strategy_name}' does not support: the strategy runs several micro-batches"
+            " per optimizer step and weights their losses. Return the loss from `training_step` and"
+            " let Lightning step the optimizer."
         )
     if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
         raise MisconfigurationException(
-            f"{name}.training_step takes `dataloader_iter`; strategy='{strategy_name}' calls it once per micro-batch"
-            " with an ordinary batch. Use the signature training_step(self, batch, batch_idx)."
+            f"{name}.training_step takes `dataloader_iter`; strategy='{strategy_name}' calls it"
+            " once per micro-batch with an ordinary batch. Use the signature"
+            " training_step(self, batch, batch_idx)."
         )
     for path, metric in pl_module.named_modules():
         if isinstance(metric, Metric) and metric.dist_sync_on_step:
             raise MisconfigurationException(
-                f"The metric {name}.{path} has dist_sync_on_step=True: it would start a collective in every"
-                " micro-batch, and ranks run different numbers of them, so training would hang. Remove the argument;"
-                " the metric is reduced over ranks when it is computed."
+                f"The metric {name}.{path} has dist_sync_on_step=True: it would start a collective"
+                " in every micro-batch, and ranks run different numbers of them, so training would"
+                " hang. Remove the argument; the metric is reduced over ranks when it is computed."
             )
 
 
 @contextmanager
 def one_optimizer(strategy_name: str) -> Iterator[None]:
-    """Around `configure_optimizers`: Lightning's advice for several optimizers is what is refused here."""
+    """Around `configure_optimizers`: Lightning's advice on several optimizers is refused here."""
     try:
         yield
     except RuntimeError as error:
         if "multiple optimizers" not in str(error):
             raise
         raise MisconfigurationException(
-            f"`configure_optimizers` returned several optimizers; strategy='{strategy_name}' supports one. Put the"
-            " parameters into groups of one optimizer, or use strategy='ddp' with manual optimization."
+            f"`configure_optimizers` returned several optimizers; strategy='{strategy_name}'"
+            " supports one. Put the parameters into groups of one optimizer, or use strategy='ddp'"
+            " with manual optimization."
         ) from error
 
 
@@ -104,8 +112,9 @@ def check_optimizers(optimizers: Sequence[Optimizer], strategy_name: str) -> Non
     """
     if optimizers and isinstance(optimizers[0], LBFGS):
         raise MisconfigurationException(
-            f"LBFGS evaluates its closure several times per step, which strategy='{strategy_name}' does not support:"
-            " each evaluation would be another iteration of the plan. Use a first-order optimizer."
+            f"LBFGS evaluates its closure several times per step, which strategy='{strategy_name}'"
+            " does not support: each evaluation would be another iteration of the plan. Use a"
+            " first-order optimizer."
         )
 
 
@@ -117,7 +126,8 @@ def check_memory_limit(limit_bytes: int, fixed_bytes: int) -> None:
     """
     if fixed_bytes >= limit_bytes:
         raise MisconfigurationException(
-            f"planning.memory_limit_bytes is {limit_bytes:,}, but parameters, gradients, optimizer state and buffers"
-            f" alone take {fixed_bytes:,} bytes per rank: no sample could run. Raise the limit above that, use more"
-            " ranks (the optimizer state is sharded under strategy='dcp'), or use a smaller model."
+            f"planning.memory_limit_bytes is {limit_bytes:,}, but parameters, gradients, optimizer"
+            f" state and buffers alone take {fixed_bytes:,} bytes per rank: no sample could run."
+            " Raise the limit above that, use more ranks (the optimizer state is sharded under"
+            " strategy='dcp'), or use a smaller model."
         )

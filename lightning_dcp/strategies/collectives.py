@@ -54,8 +54,9 @@ class GuardedCollectives(DDPStrategy):
     def _refuse_inside_micro_batch(self, what: str) -> None:
         if self.inside_micro_batch:
             raise RuntimeError(
-                f"`{what}` was called inside `training_step` under strategy='{self.strategy_name}'. Ranks run different"
-                " numbers of micro-batches per optimizer step, so a collective over all ranks would hang. Log values"
-                " with `self.log` (they are reduced over ranks once per step), or move the call to"
+                f"`{what}` was called inside `training_step` under"
+                f" strategy='{self.strategy_name}'. Ranks run different numbers of micro-batches"
+                " per optimizer step, so a collective over all ranks would hang. Log values with"
+                " `self.log` (they are reduced over ranks once per step), or move the call to"
                 " `on_train_batch_end`."
             )

@@ -1,4 +1,4 @@
-"""DCP with replicated parameters and optimizer state: Lightning's DDP, one reduction per iteration."""
+"""DCP on Lightning's DDP: parameters and optimizer state replicated, one reduction an iteration."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ class DCPDDPStrategy(DCPStrategyMixin):
     ) -> None:
         if kwargs.get("model_averaging_period") is not None:
             raise MisconfigurationException(
-                "model_averaging_period lets ranks' parameters differ, which strategy='dcp_ddp' does not support."
+                "model_averaging_period lets ranks' parameters differ, which strategy='dcp_ddp'"
+                " does not support."
             )
         super().__init__(**kwargs)
         self.settings = DCPSettings.make(

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
+from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_dcp.planning.options import PlanningOptions
@@ -36,9 +36,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _STAGE_REFUSED = {
-    2: "it reduces gradients at every backward pass, and ranks run different numbers of them: training would hang",
-    3: "it gathers parameters at every forward and backward pass, and ranks run different numbers of them: training"
-    " would hang",
+    2: "it reduces gradients at every backward pass, and ranks run different numbers of them:"
+    " training would hang",
+    3: "it gathers parameters at every forward and backward pass, and ranks run different numbers"
+    " of them: training would hang",
 }
 
 
@@ -119,7 +120,7 @@ class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
         _check_config(self.config)
         self.config["managed_gradient_accumulation"] = False
 
-    # ---- Lightning's DeepSpeedStrategy insists on CUDA; the engine itself runs on gloo as well -------
+    # ---- Lightning's DeepSpeedStrategy insists on CUDA; the engine itself runs on gloo as well ---
 
     @override
     def setup_environment(self) -> None:
@@ -140,7 +141,7 @@ class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
 
     @override
     def _auto_select_batch_size(self) -> int:
-        # Only for DeepSpeed's own throughput log; Lightning would ask for the train loader once more.
+        # Only for DeepSpeed's own throughput log; Lightning would ask for the train loader again.
         return 1
 
     @override
@@ -155,7 +156,7 @@ class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
         # DeepSpeed allocates the whole bucket, by default hundreds of megabytes, for any model.
         bucket_size = int(zero.get("reduce_bucket_size", 200_000_000))
         zero["reduce_bucket_size"] = max(1, min(bucket_size, num_parameters))
-        index = self.root_device.index
+        index: Any = self.root_device.index  # None on a CPU, where torch's stub says int
         engine, engine_optimizer, _, _ = deepspeed.initialize(
             args=argparse.Namespace(device_rank=self.local_rank if index is None else index),
             config=self.config,
@@ -181,7 +182,7 @@ class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
         else:
             self.model_to_device()
 
-    # ---- the engine's part of an iteration -----------------------------------------------------------
+    # ---- the engine's part of an iteration -------------------------------------------------------
 
     @override
     def _forward_training_step(self, *args: Any) -> Any:
@@ -242,12 +243,13 @@ def _check_config(config: dict[str, Any]) -> None:
         )
     if zero.get("overlap_comm"):
         raise MisconfigurationException(
-            "zero_optimization.overlap_comm=true cannot be combined with strategy='dcp': at stage 1 it reduces during"
-            " backward passes, of which ranks run different numbers. Set it to false."
+            "zero_optimization.overlap_comm=true cannot be combined with strategy='dcp': at stage 1"
+            " it reduces during backward passes, of which ranks run different numbers. Set it to"
+            " false."
         )
     zero["overlap_comm"] = False
     if config.get("managed_gradient_accumulation"):
         raise MisconfigurationException(
-            "managed_gradient_accumulation=true makes DeepSpeed count backward passes itself; under strategy='dcp' the"
-            " plan does. Remove the entry."
+            "managed_gradient_accumulation=true makes DeepSpeed count backward passes itself; under"
+            " strategy='dcp' the plan does. Remove the entry."
         )

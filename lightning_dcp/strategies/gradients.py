@@ -1,4 +1,4 @@
-"""A zero that depends on parameters: makes a backward pass reach each of them without changing anything."""
+"""What is done to the gradients of all parameters at once: reach every one, scale every one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class _Zero(torch.autograd.Function):
-    """() zero whose gradient is zeros for every input, also where a parameter is infinite or NaN."""
+    """() zero whose gradient is zeros for every input, also where one is infinite or NaN."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
@@ -26,6 +26,16 @@ class _Zero(torch.autograd.Function):
 
 
 def zero_for(parameters: Iterable[Tensor]) -> Tensor:
-    """() 0, with a graph that gives each of `parameters` (at least one) a gradient of zeros."""
-    zero: Tensor = _Zero.apply(*parameters)
+    """() 0, with a graph that gives each of `parameters` (at least one) a gradient of zeros.
+
+    Its backward pass reaches each of them without changing anything.
+    """
+    zero: Tensor = _Zero.apply(*parameters)  # type: ignore[no-untyped-call]
     return zero
+
+
+def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiply the gradients that `parameters` have by `factor`, in place."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)

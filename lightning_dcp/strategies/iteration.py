@@ -8,12 +8,13 @@ NOTE [Order trap]
     (`IterationRunner.drain`).
 
 NOTE [Gradient weights]
-    With N = loss-bearing elements of the whole iteration, every micro-batch's mean loss is scaled by
-    `n / (N p)`: its own elements over all, and 1/p because p ranks compute the same loss. Gradients
-    are summed over ranks (where the backend averages, times W). There is no other factor of p or of
-    the number of micro-batches. N is known before the first backward pass, from one small all-reduce
-    of what plan and labels say. Where `training_step` then returns another `num_targets`, gradients
-    are rescaled by N_before / N once, before they are reduced: the same number, one rounding more.
+    With N = loss-bearing elements of the whole iteration, every micro-batch's mean loss is scaled
+    by `n / (N p)`: its own elements over all, and 1/p because p ranks compute the same loss.
+    Gradients are summed over ranks (where the backend averages, times W). There is no other factor
+    of p or of the number of micro-batches. N is known before the first backward pass, from one
+    small all-reduce of what plan and labels say. Where `training_step` then returns another
+    `num_targets`, gradients are rescaled by N_before / N once, before they are reduced: the same
+    number, one rounding more.
     Source: DESIGN.md section 9.
 """
 
@@ -104,7 +105,7 @@ class Lap:
     def _mark(self) -> Any:
         if not self._cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -179,8 +180,9 @@ class IterationRunner:
         mine = plan.for_rank(self._rank)
         if len(mine) != len(batch.micro_batches):
             raise RuntimeError(
-                f"The loader delivered {len(batch.micro_batches)} micro-batches for iteration {plan.iteration} of"
-                f" epoch {plan.epoch}, the plan has {len(mine)} for rank {self._rank}."
+                f"The loader delivered {len(batch.micro_batches)} micro-batches for iteration"
+                f" {plan.iteration} of epoch {plan.epoch}, the plan has {len(mine)} for rank"
+                f" {self._rank}."
             )
         started_s = time.perf_counter()
         pending = [
@@ -202,9 +204,9 @@ class IterationRunner:
             rest: further arguments of `training_step`, such as `batch_idx`.
 
         Returns:
-            What Lightning takes for the output of `training_step`: under "loss" the weighted loss (a
-            zero that depends on nothing where the rank has no micro-batch), and whatever else the
-            user's step returned for this micro-batch.
+            What Lightning takes for the output of `training_step`: under "loss" the weighted loss
+            (a zero that depends on nothing where the rank has no micro-batch), and whatever else
+            the user's step returned for this micro-batch.
         """
         self._rest = rest
         self._extras = {}
@@ -221,7 +223,7 @@ class IterationRunner:
             loss = self._next_forward()
 
     def abort(self) -> None:
-        """Leave a micro-batch that raised: model and random states are as they are outside of one."""
+        """Leave a micro-batch that raised: model and random states become as they are outside."""
         self._open.close()
         self.inside_micro_batch = False
         self._queue = iter(())
@@ -234,7 +236,7 @@ class IterationRunner:
         return float(micro_batch.num_tokens if counted is None else counted)
 
     def _next_forward(self) -> Tensor | None:
-        """Forward pass of the next micro-batch; its weighted loss, or None where there is none left."""
+        """Forward pass of the next micro-batch; its weighted loss, or None if none is left."""
         pending = next(self._queue, None)
         if pending is None:
             return None
@@ -306,9 +308,10 @@ def _loss_and_targets(output: Any, pending: _Pending) -> tuple[Tensor, float]:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
         raise TypeError(
-            f"`training_step` must return the mean loss of its batch, a tensor with one element, or a dict with it"
-            f" under 'loss'; got {given} for a micro-batch of {micro_batch.batch_size} samples. To leave a batch out,"
-            " return its loss with 'num_targets': 0 in the dict."
+            "`training_step` must return the mean loss of its batch, a tensor with one element, or"
+            f" a dict with it under 'loss'; got {given} for a micro-batch of"
+            f" {micro_batch.batch_size} samples. To leave a batch out, return its loss with"
+            " 'num_targets': 0 in the dict."
         )
     num_targets = float(num_targets)
     if not num_targets >= 0:

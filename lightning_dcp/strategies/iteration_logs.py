@@ -1,13 +1,14 @@
-"""What `self.log` is given inside micro-batches, reduced once per iteration over ranks and micro-batches.
+"""What `self.log` is given inside micro-batches, reduced over them and all ranks once an iteration.
 
 NOTE [One reduction per iteration]
     `self.log(on_step=True, sync_dist=True)` is one collective per call in Lightning. Ranks that run
     different numbers of micro-batches would make different numbers of calls, and hang. Values are
     therefore collected while micro-batches run, and exchanged once after the last of them, in one
     gather in which every rank takes part, an idle one too. A mean is weighted by loss-bearing
-    elements (or by the `batch_size=` of the call), each micro-batch counted once, also where p ranks
-    ran it together. Lightning then gets one value per key and iteration, the same on every rank, and
-    the iteration's weight as batch size: its epoch mean is the weighted mean over the epoch.
+    elements (or by the `batch_size=` of the call), each micro-batch counted once, also where p
+    ranks ran it together. Lightning then gets one value per key and iteration, the same on every
+    rank, and the iteration's weight as batch size: its epoch mean is the weighted mean over the
+    epoch.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class IterationLogs:
         self._values.setdefault(_key(fx, name, meta), []).append(entry)
 
     def add_metric(self, fx: str, name: str, metric: Metric, meta: dict[str, Any]) -> None:
-        """Remember that a metric object is logged: at the epoch's end idle ranks must compute it too."""
+        """Remember that a metric is logged: at the epoch's end idle ranks must compute it too."""
         self._metrics.add(_key(fx, name, meta, is_metric=True))
 
     def reduce_and_file(self, extra: Tensor) -> Tensor:
@@ -136,7 +137,7 @@ class IterationLogs:
         return [key for key in [*self._values, *self._metrics] if key not in known]
 
     def _message(self, extra: Tensor) -> Tensor:
-        """(1 + E + 2 K,): are there keys the others do not know; extra; value and weight of each key."""
+        """(1 + E + 2 K,): are there keys unknown to others; extra; value and weight of each key."""
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         parts = [zero + float(bool(self._unknown())), *extra.to(zero)]
         for key in self._agreed:
@@ -152,8 +153,9 @@ def _key(fx: str, name: str, meta: dict[str, Any], *, is_metric: bool = False) -
     reduce = {"avg": "mean"}.get(reduce.lower(), reduce.lower())
     if not is_metric and reduce not in _REDUCTIONS:
         raise MisconfigurationException(
-            f"self.log({name!r}, reduce_fx={meta['reduce_fx']!r}): only {', '.join(_REDUCTIONS)} can be reduced over"
-            " micro-batches and ranks. For another reduction log a torchmetrics.Metric."
+            f"self.log({name!r}, reduce_fx={meta['reduce_fx']!r}): only {', '.join(_REDUCTIONS)}"
+            " can be reduced over micro-batches and ranks. For another reduction log a"
+            " torchmetrics.Metric."
         )
     return LogKey(
         fx=fx,

@@ -1,4 +1,4 @@
-"""All DCP behaviour of the strategies; what differs between engines is in `ddp.py` and `deepspeed.py`.
+"""The DCP behaviour of all strategies; what engines differ in is in `ddp.py` and `deepspeed.py`.
 
 Order of a `fit` (forced by Lightning: `configure_optimizers` may ask for
 `trainer.estimated_stepping_batches`, which needs the loader, which needs the plan)::
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +34,12 @@ from lightning_dcp.parallel.topology import Topology
 from lightning_dcp.planning.report import IterationReport
 from lightning_dcp.profiling.memory_meter import MemoryMeter
 from lightning_dcp.strategies import _lightning_compat as compat
-from lightning_dcp.strategies.agreement import collectively, gather_objects
+from lightning_dcp.strategies.agreement import (
+    collectively,
+    gather_objects,
+    gather_rows,
+    same_tensors_on_all_ranks,
+)
 from lightning_dcp.strategies.checks import (
     check_module,
     check_optimizers,
@@ -41,14 +47,16 @@ from lightning_dcp.strategies.checks import (
     one_optimizer,
 )
 from lightning_dcp.strategies.collectives import GuardedCollectives
+from lightning_dcp.strategies.gradients import scale_gradients
 from lightning_dcp.strategies.iteration import IterationRunner
-from lightning_dcp.strategies.iteration_logs import IterationLogs, LogKey
+from lightning_dcp.strategies.iteration_logs import IterationLogs
 from lightning_dcp.strategies.preparation import Preparation, TrainPreparer
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     import lightning as L
+    from lightning.pytorch.profilers import Profiler
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
@@ -90,14 +98,14 @@ class DCPStrategyMixin(GuardedCollectives):
     def inside_micro_batch(self) -> bool:
         return self._runner is not None and self._runner.inside_micro_batch
 
-    # ---- what the engines differ in ----------------------------------------------------------------
+    # ---- what the engines differ in --------------------------------------------------------------
 
     def _forward_training_step(self, *args: Any) -> Any:
         """The user's `training_step` on one micro-batch, under the precision plugin."""
         raise NotImplementedError
 
     def profile_context(self) -> AbstractContextManager[Any]:
-        """Under what a training step is measured: its precision, as far as the engine's is not in the model."""
+        """Context in which a training step is measured: the precision that is not in the model."""
         return self.precision_plugin.train_step_context()
 
     def _backward_kwargs(self) -> dict[str, Any]:
@@ -105,14 +113,14 @@ class DCPStrategyMixin(GuardedCollectives):
         return {}
 
     def _reduce_gradients(self) -> None:
-        """Reduce the accumulated gradients of all ranks, or leave them ready for the engine's step."""
+        """Reduce the accumulated gradients of all ranks, or ready them for the engine's step."""
         raise NotImplementedError
 
     def _fixed_bytes(self, pl_module: L.LightningModule) -> int:
         """Bytes per rank that stay: parameters, gradients, optimizer state, buffers."""
         raise NotImplementedError
 
-    # ---- setup -------------------------------------------------------------------------------------
+    # ---- setup -----------------------------------------------------------------------------------
 
     @override
     def setup_environment(self) -> None:
@@ -128,9 +136,10 @@ class DCPStrategyMixin(GuardedCollectives):
         check_module(pl_module, self.strategy_name)
         if self._layer_sync is not None:
             raise MisconfigurationException(
-                f"Trainer(sync_batchnorm=True) starts a collective in every forward pass; under strategy="
-                f"'{self.strategy_name}' ranks run different numbers of them, so training would hang."
-                " Use a normalisation without batch statistics (LayerNorm, RMSNorm, GroupNorm)."
+                "Trainer(sync_batchnorm=True) starts a collective in every forward pass; under"
+                f" strategy='{self.strategy_name}' ranks run different numbers of them, so training"
+                " would hang. Use a normalisation without batch statistics (LayerNorm, RMSNorm,"
+                " GroupNorm)."
             )
 
     @override
@@ -152,7 +161,7 @@ class DCPStrategyMixin(GuardedCollectives):
         check_optimizers(self.optimizers, self.strategy_name)
 
     def _setup_dcp(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Blocks, groups, train loader, cost profile, planner: in the order they need each other."""
+        """Blocks, groups, train loader, profile, planner: in the order they need each other."""
         stack = collectively(
             "Finding the model's blocks", lambda: find_blocks(pl_module, self.settings.blocks)
         )
@@ -167,7 +176,8 @@ class DCPStrategyMixin(GuardedCollectives):
             device=self.root_device,
         )
         self._runtime.attach()
-        _same_parameters_on_all_ranks(pl_module)
+        # As DDP would do later: profiling compares losses between ranks.
+        same_tensors_on_all_ranks([*pl_module.parameters(), *pl_module.buffers()])
         preparer = TrainPreparer(self, trainer, pl_module, self._runtime, self._topology)
 
         def prepare_train_loader(dataloader: DataLoader[Any]) -> DataLoader[Any]:
@@ -185,9 +195,9 @@ class DCPStrategyMixin(GuardedCollectives):
             return
         results = self._patches.results
         self._logs = IterationLogs(
-            file_value=self._file_value,
-            file_metric=self._file_metric,
-            exchange=self._gather_rows,
+            file_value=partial(compat.file_reduced_value, trainer, results),
+            file_metric=partial(compat.file_metric, pl_module, results),
+            exchange=gather_rows,
             gather_objects=gather_objects,
             device=self.root_device,
         )
@@ -229,7 +239,7 @@ class DCPStrategyMixin(GuardedCollectives):
         self._exchanged_s = None
         super().teardown()
 
-    # ---- one iteration -----------------------------------------------------------------------------
+    # ---- one iteration ---------------------------------------------------------------------------
 
     @override
     def batch_to_device(
@@ -276,6 +286,7 @@ class DCPStrategyMixin(GuardedCollectives):
     def _finish_iteration(self) -> None:
         """Exchange what was logged and measured, rescale where N changed, reduce the gradients."""
         assert self._runner is not None and self._logs is not None
+        assert self.lightning_module is not None
         state = self._runner.state
         assert state is not None
         figures = torch.zeros(6, dtype=torch.float64, device=self.root_device)
@@ -287,7 +298,7 @@ class DCPStrategyMixin(GuardedCollectives):
         targets = float(rows[:, 0].sum())
         self._iteration_loss = (rows[:, 1].sum() / (targets or 1.0)).to(state.loss_dtype)
         if targets > 0 and targets != state.reference_targets:
-            self._scale_gradients(state.reference_targets / targets)
+            scale_gradients(self.lightning_module.parameters(), state.reference_targets / targets)
         self._reduce_gradients()
         self.last_report = IterationReport(
             plan=state.plan,
@@ -298,28 +309,23 @@ class DCPStrategyMixin(GuardedCollectives):
             num_targets=targets,
         )
 
-    # ---- what the runner asks for (`StepHost`) ------------------------------------------------------
+    # ---- what the runner asks for (`StepHost`) ---------------------------------------------------
 
     def forward_micro_batch(self, batch: Any, *rest: Any) -> Any:
         """Run the user's `training_step` on one micro-batch; what it logs is collected."""
-        assert (
-            self.lightning_module is not None
-            and self._patches is not None
-            and self._logs is not None
-        )
-        trainer = self.lightning_module.trainer
-        compat.set_current_batch(trainer, batch)
+        assert self._patches is not None and self._logs is not None
+        assert self.lightning_module is not None
+        compat.set_current_batch(self.lightning_module.trainer, batch)
         self._patches.results.collector = self._logs.add
         try:
-            with trainer.profiler.profile("[DCP]micro_batch_forward"):
+            with self._profiled("[DCP]micro_batch_forward"):
                 return self._forward_training_step(batch, *rest)
         finally:
             self._patches.results.collector = None
 
     def backward_micro_batch(self, loss: Tensor) -> None:
         """Backward pass of one weighted loss, with the hooks that Lightning runs around it."""
-        assert self.lightning_module is not None
-        with self.lightning_module.trainer.profiler.profile("[DCP]micro_batch_backward"):
+        with self._profiled("[DCP]micro_batch_backward"):
             super().backward(loss, self._optimizer_in_backward, **self._backward_kwargs())
 
     def move_micro_batch(self, batch: Any) -> Any:
@@ -336,36 +342,9 @@ class DCPStrategyMixin(GuardedCollectives):
             dist.all_reduce(total)
         return float(total)
 
-    def _gather_rows(self, row: Tensor) -> Tensor:
-        """(K,) -> (W, K)."""
-        rows = row.new_empty(self.world_size, row.numel())
-        if dist.is_initialized():
-            dist.all_gather(list(rows.unbind(0)), row)
-        else:
-            rows[0] = row
-        return rows
-
-    def _scale_gradients(self, factor: float) -> None:
+    def _profiled(self, action: str) -> AbstractContextManager[Any]:
+        """Lightning's profiler times what runs under this, as `action`."""
         assert self.lightning_module is not None
-        gradients = [p.grad for p in self.lightning_module.parameters() if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
-
-    def _file_value(self, key: LogKey, value: Tensor, weight: float) -> None:
-        assert self._patches is not None and self.lightning_module is not None
-        compat.file_reduced_value(
-            self.lightning_module.trainer, self._patches.results, key, value, weight
-        )
-
-    def _file_metric(self, key: LogKey) -> None:
-        assert self._patches is not None and self.lightning_module is not None
-        compat.file_metric(self.lightning_module, self._patches.results, key)
-
-
-def _same_parameters_on_all_ranks(pl_module: L.LightningModule) -> None:
-    """Rank 0's parameters and buffers everywhere, as DDP would do later: profiling compares losses."""
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
-        return
-    with torch.no_grad():
-        for tensor in [*pl_module.parameters(), *pl_module.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)
+        # Lightning sets the attribute outside of the class that its stubs describe.
+        profiler: Profiler = self.lightning_module.trainer.profiler  # type: ignore[attr-defined]
+        return profiler.profile(action)

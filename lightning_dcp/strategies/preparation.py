@@ -16,7 +16,7 @@ import numpy.typing as npt
 import psutil
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_dcp.data.datamodule import MicroBatchMaker
@@ -91,8 +91,8 @@ class TrainPreparer:
         """Read, measure, plan. Called again when Lightning reloads the train loader.
 
         Raises:
-            MisconfigurationException: several train loaders; ranks that disagree; a memory limit below
-                the model's own size.
+            MisconfigurationException: several train loaders; ranks that disagree; a memory limit
+                below the model's own size.
             ValueError, TypeError: what `read_loader`, `resolve_lengths` and the planner refuse.
         """
         self._refuse_a_second_loader()
@@ -112,8 +112,9 @@ class TrainPreparer:
                 "seed": str(self._strategy.seed),
                 "planning options": planning.fingerprint()[:12],
             },
-            "Every rank must build the same data set in the same order, with the same options: look for shuffling or"
-            " filtering without a fixed seed, for files only some nodes have, and for arguments that depend on the rank.",
+            "Every rank must build the same data set in the same order, with the same options: look"
+            " for shuffling or filtering without a fixed seed, for files only some nodes have, and"
+            " for arguments that depend on the rank.",
         )
         limit = self._memory_limit()
         fixed = self._strategy._fixed_bytes(self._pl_module)
@@ -164,8 +165,9 @@ class TrainPreparer:
         combined = self._trainer.fit_loop._combined_loader
         if combined is self._seen_combined_loader:
             raise MisconfigurationException(
-                f"Several train loaders were given; strategy='{self._strategy.strategy_name}' plans one. Join the data"
-                " sets with torch.utils.data.ConcatDataset and return one DataLoader."
+                "Several train loaders were given;"
+                f" strategy='{self._strategy.strategy_name}' plans one. Join the data sets with"
+                " torch.utils.data.ConcatDataset and return one DataLoader."
             )
         self._seen_combined_loader = combined
 
@@ -176,7 +178,7 @@ class TrainPreparer:
         )
 
     def _memory_limit(self) -> int:
-        """Bytes one rank may use: the user's limit, or what the device has; the least of all ranks."""
+        """Bytes a rank may use: the user's limit or what its device has, the least of all ranks."""
         limit = self._strategy.settings.planning.memory_limit_bytes
         if limit is None:
             device = self._strategy.root_device
@@ -263,8 +265,8 @@ class TrainPreparer:
         loss = output["loss"] if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise TypeError(
-                f"`training_step` of {type(self._pl_module).__name__} must return the loss, a tensor, or a dict with it"
-                f" under 'loss'; got {type(loss).__name__}."
+                f"`training_step` of {type(self._pl_module).__name__} must return the loss, a"
+                f" tensor, or a dict with it under 'loss'; got {type(loss).__name__}."
             )
         return loss
 
@@ -273,8 +275,8 @@ class TrainPreparer:
         sizes = tuple(p for p in self._topology.sp_sizes if allowed is None or p in allowed)
         if not sizes:
             raise MisconfigurationException(
-                f"planning.sp_sizes={list(allowed or ())} leaves no SP size for {self._topology.world_size} ranks; possible:"
-                f" {list(self._topology.sp_sizes)}."
+                f"planning.sp_sizes={list(allowed or ())} leaves no SP size for"
+                f" {self._topology.world_size} ranks; possible: {list(self._topology.sp_sizes)}."
             )
         return sizes
 

@@ -1,4 +1,4 @@
-"""Makes `Trainer(strategy="dcp")` known. Lightning has no plugin point: a name must be registered first."""
+"""Makes `Trainer(strategy="dcp")` known: without a plugin point, names have to be registered."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def register_strategies() -> None:
 
 def _refuse_pytorch_lightning(**_: Any) -> Any:
     raise MisconfigurationException(
-        "lightning_dcp works with the `lightning` package, but this Trainer comes from `pytorch_lightning`, which is"
-        " a separate copy with its own classes. Replace `import pytorch_lightning as pl` by `import lightning as L`"
-        " (Trainer, LightningModule, LightningDataModule and callbacks)."
+        "lightning_dcp works with the `lightning` package, but this Trainer comes from"
+        " `pytorch_lightning`, which is a separate copy with its own classes. Replace"
+        " `import pytorch_lightning as pl` by `import lightning as L` (Trainer, LightningModule,"
+        " LightningDataModule and callbacks)."
     )

@@ -24,8 +24,8 @@ class DCPSettings:
     def __post_init__(self) -> None:
         if self.loss_average not in ("tokens", "samples"):
             raise ValueError(
-                f"loss_average={self.loss_average!r}: say whether the loss that `training_step` returns is a mean"
-                " over 'tokens' or over 'samples'."
+                f"loss_average={self.loss_average!r}: say whether the loss that `training_step`"
+                " returns is a mean over 'tokens' or over 'samples'."
             )
 
     @classmethod

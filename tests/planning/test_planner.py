@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from scipy.stats import ks_2samp
 
 from lightning_dcp.planning import (
+    CostModel,
     EpochPlan,
     EpochPlanner,
     PlanningOptions,
@@ -324,16 +327,38 @@ def test_long_samples_get_larger_groups() -> None:
         assert row.tokens_per_s_per_rank == pytest.approx(expected, rel=0.05)
 
 
+def limit_for(model: CostModel, usable: int) -> int:
+    """The least memory limit of which so much may be used, after the margin for the model's error."""
+    assert model.held_out.p95_memory is not None
+    return math.ceil(usable + model.held_out.p95_memory * (usable - FIXED_BYTES)) + 1
+
+
 def test_recomputes_only_where_memory_needs_it() -> None:
     lengths = np.r_[np.full(200, 100), np.full(20, 8000)]
     model = cost_model()
-    limit = int(model.memory_bytes(1, 8000, 4, 3))
+    wanted = int(model.memory_bytes(1, 8000, 4, 3))
+    limit = limit_for(model, wanted)
     planner = planner_for(lengths, 4, cost_model=model, memory_limit_bytes=limit)
+    assert wanted <= planner.usable_bytes <= limit
     micro_batches = [m for plan in planner.epoch(0) for m in plan.micro_batches]
     long = [m for m in micro_batches if m.seq_len == 8000]
     assert {(m.sp_size, m.batch_size) for m in long} == {(4, 1)}
     assert {m.recompute_blocks for m in long} == {3}
     assert {m.recompute_blocks for m in micro_batches if m.seq_len < 200} == {0}
+
+
+def test_margin_for_the_error_of_the_memory_prediction() -> None:
+    model = cost_model()
+    held_out = dataclasses.replace(model.held_out, p95_memory=0.25)
+    unsure = dataclasses.replace(model, held_out=held_out)
+    limit = FIXED_BYTES + 5_000_000
+    assert planner_for([10] * 8, 1, cost_model=model, memory_limit_bytes=limit).usable_bytes > (
+        FIXED_BYTES + 4_900_000
+    )
+    planner = planner_for([10] * 8, 1, cost_model=unsure, memory_limit_bytes=limit)
+    assert planner.usable_bytes == FIXED_BYTES + 4_000_000
+    for plan in planner.epoch(0):
+        assert all(m.est_bytes <= planner.usable_bytes for m in plan.micro_batches)
 
 
 def test_user_edges_and_empty_buckets() -> None:
@@ -349,7 +374,7 @@ def test_user_edges_and_empty_buckets() -> None:
 def test_exclusions_have_printable_reasons() -> None:
     reason = "4 does not divide the 6 attention heads of model.blocks"
     model = cost_model((1, 2, 4))
-    limit = int(model.memory_bytes(1, 5000, 2, NUM_BLOCKS))
+    limit = limit_for(model, int(model.memory_bytes(1, 5000, 2, NUM_BLOCKS)))
     planner = planner_for(
         [100] * 50 + [5000] * 3,
         8,

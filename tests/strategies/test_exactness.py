@@ -1,7 +1,8 @@
-"""The optimizer step equals the one a single process would take on the same samples (DESIGN.md section 9).
+"""The optimizer step equals that of a single process on the same samples (DESIGN.md section 9).
 
-4 real ranks under Lightning's Trainer, against plain PyTorch in one process; everything unequal: p, b, number
-of micro-batches and recomputation differ by rank and iteration, groups are nested, ranks idle.
+4 real ranks under Lightning's Trainer, against plain PyTorch in one process; everything unequal: p,
+b, number of micro-batches and recomputation differ by rank and iteration, groups are nested, ranks
+idle.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Watch(L.Callback):
     def watch_engine(self, strategy: DCPStrategy, pl_module: L.LightningModule) -> None:
         optimizer = strategy.deepspeed_engine.optimizer
         if next(pl_module.parameters()).dtype is torch.float64:
-            # DeepSpeed sends and keeps gradients of unknown types in float32; here they stay what they are.
+            # DeepSpeed sends and keeps gradients of unknown types in float32; these stay float64.
             optimizer.communication_data_type = torch.float64
             optimizer.ipg_buckets = {torch.float64: optimizer.ipg_buckets.pop(torch.float32)}
             optimizer.gradient_accumulation_dtype = torch.float64

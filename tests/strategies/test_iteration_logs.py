@@ -1,4 +1,4 @@
-"""Logged values of an iteration, reduced over micro-batches and ranks (no processes: ranks are threads)."""
+"""Logged values of an iteration, reduced over micro-batches and ranks; ranks are threads here."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ThreadRanks:
             )
             try:
                 work(rank, logs, filed[rank])
-            except BaseException as e:
+            except BaseException as e:  # noqa: BLE001 - raised again in the test's own thread
                 errors.append(e)
                 self._barrier.abort()
 

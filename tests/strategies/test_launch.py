@@ -26,8 +26,10 @@ import lightning_dcp
 from tests.strategies.toys import ToyLM, loader
 
 if __name__ == "__main__":
-    trainer = L.Trainer(strategy="{strategy}", accelerator="cpu", devices=2, max_epochs=1, logger=False,
-                        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = L.Trainer(
+        strategy="{strategy}", accelerator="cpu", devices=2, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
     trainer.fit(ToyLM(), loader([9, 30, 5, 12, 7, 3, 11, 2, 8, 14, 1, 6]))
     print(f"rank {{trainer.global_rank}} of {{trainer.world_size}}: step {{trainer.global_step}},"
           f" strategy {{trainer.strategy.strategy_name}}", flush=True)
@@ -54,9 +56,11 @@ class Data({mixin}L.LightningDataModule):
 if __name__ == "__main__":
     cli = LightningCLI(Model, Data, save_config_callback=None)
     if "fit" in __import__("sys").argv:
-        strategy = cli.trainer.strategy
-        print(f"rank {{cli.trainer.global_rank}}: step {{cli.trainer.global_step}}, {{strategy.strategy_name}},"
-              f" {{strategy.settings.planning.policy}}, {{strategy.settings.planning.tokens_per_step}}", flush=True)
+        trainer, strategy = cli.trainer, cli.trainer.strategy
+        planning = strategy.settings.planning
+        print(f"rank {{trainer.global_rank}}: step {{trainer.global_step}},"
+              f" {{strategy.strategy_name}}, {{planning.policy}}, {{planning.tokens_per_step}}",
+              flush=True)
 """
 
 TRAINER_YAML = """
@@ -159,7 +163,7 @@ class TestLightningCLI:
         assert "dcp-outer" in text and "dcp-intra" in text
 
 
-# ---- twice in one process ----------------------------------------------------------------------------
+# ---- twice in one process ------------------------------------------------------------------------
 
 
 def fit_twice(rank: int) -> list[Any]:

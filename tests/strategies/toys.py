@@ -28,7 +28,8 @@ class Block(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        # No bias: softmax makes the gradient of a key's bias zero, and Adam would step on its rounding errors.
+        # No bias: softmax makes the gradient of a key's bias zero, and Adam would step on its
+        # rounding errors.
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         self.dropout = nn.Dropout(dropout)
@@ -43,7 +44,7 @@ class Block(nn.Module):
 
 
 class ToyLM(L.LightningModule):
-    """Embedding, blocks, tied-width head; next-token loss as a mean over labels that are not ignored."""
+    """Embedding, blocks, tied-width head; mean next-token loss over labels that are not ignored."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class ToyLM(L.LightningModule):
         return self.head(self.norm(x))
 
     def losses(self, batch: dict[str, Tensor]) -> Tensor:
-        """What the loss is a mean over: (num_targets,) of every labelled element, or (B,) of every sample."""
+        """What the loss is a mean over: (num_targets,) of labelled elements, or (B,) of samples."""
         logits = self(batch["ids"])
         labels = batch["targets"] if "targets" in batch else batch["labels"]
         each = F.cross_entropy(
@@ -108,7 +109,7 @@ class ToyLM(L.LightningModule):
 
 
 class Sequences(Dataset[Tensor]):
-    """Random token sequences of given lengths; label i+1 follows token i, some labels are ignored."""
+    """Random token sequences of given lengths; label i is token i+1, some labels are ignored."""
 
     def __init__(self, lengths: Sequence[int], masked: float = 0.3) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -195,7 +196,10 @@ class HandPlanner:
 
 
 def unequal_plan(dataset: Sequences, iteration: int, ids: Sequence[int], num_blocks: int) -> Plan:
-    """17 samples on 4 ranks: p = 1, 2 and 4, nested, b > 1 with padding, r = 0, some, all; rank 3 idles at p=1."""
+    """17 samples on 4 ranks, everything unequal.
+
+    p = 1, 2 and 4, nested; b > 1 with padding; r = 0, some, all; rank 3 idles at p=1.
+    """
     i = list(ids)
     assert len(i) == 17
     return Plan(
@@ -242,7 +246,7 @@ class Reference:
 def reference(
     model: ToyLM, dataset: Sequences, steps: Sequence[Sequence[int]], clip: float | None = None
 ) -> Reference:
-    """Plain training: one optimizer step per entry of `steps`, on the mean loss over its samples' elements."""
+    """Plain training: one optimizer step per entry of `steps`, on the mean loss of its elements."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=model.lr)
     gradients, losses = [], []
