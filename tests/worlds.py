@@ -242,6 +242,8 @@ def _serve(
 ) -> None:
     os.environ.update(env)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Ranks are daemons so that they end with the tests; loaders' workers are their children all the same.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     # Kept open for the life of the process: the handler writes to its descriptor.
     stack_file = open(Path(directory) / f"stack-{rank}", "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)

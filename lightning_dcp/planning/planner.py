@@ -256,8 +256,8 @@ class EpochPlanner:
         what = (
             f"Sample {worst} of {self.dataset_name} has length {int(lengths[worst])} and fits no "
             f"configuration: with p in {list(sp_sizes)} and all blocks recomputed it still lacks "
-            f"{_gib(missing)} ({missing} bytes) of the {_gib(self.usable_bytes)} that a rank may use (the "
-            "limit less a margin for the cost model's error). "
+            f"{_gib(missing)} ({missing} bytes) of the {_gib(self.usable_bytes)} that a rank may "
+            "use (the limit less a margin for the cost model's error). "
             f"{too_long.size} sample(s) are too long; the longest length that fits is "
             f"{longest_fitting}. "
         )

@@ -23,6 +23,11 @@ _on_before_batch_transfer``               would hand the user's hook a list of m
 ``trainer._results.batch(_size)``         from which Lightning guesses a batch size
 ``trainer._loggers``                      replaced by a DummyLogger while the cost profile is made
 ``fit_loop._data_source``                 to know whether a train loader exists at all
+``fit_loop._combined_loader``             to see that one loader follows another in the same
+                                          reading, and to have the loader made again
+``fit_loop._data_fetcher``                to restart loading after a checkpoint was restored
+``_logger_connector``                     to reset values of the former epoch on a rank that has
+                                          not logged yet, as `self.log` does elsewhere
 ========================================  =====================================================
 """
 
@@ -273,3 +278,20 @@ def file_metric(pl_module: L.LightningModule, results: IterationResults, key: Lo
 
 def _identity(value: Any, *_: Any, **__: Any) -> Any:
     return value
+
+
+def combined_train_loader(trainer: L.Trainer) -> object:
+    """What Lightning holds of the train loaders; another object after each reload."""
+    return trainer.fit_loop._combined_loader
+
+
+def reload_train_loader(trainer: L.Trainer) -> None:
+    """Ask the user's hook for the train loader again, and prepare it again."""
+    trainer.fit_loop._combined_loader = None
+    trainer.fit_loop.setup_data()
+
+
+def restart_train_loader(trainer: L.Trainer) -> None:
+    """Begin the train loader's epoch anew: what workers have fetched is dropped."""
+    assert trainer.fit_loop._data_fetcher is not None
+    iter(trainer.fit_loop._data_fetcher)

@@ -77,6 +77,19 @@ class DCPDDPStrategy(DCPStrategyMixin):
         )
 
     @override
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        if self._runner is None:
+            return
+        assert self.lightning_module is not None
+        # DDP lays its buckets out anew after the first reduction, and another layout rounds sums
+        # differently: a resumed run would not be, bit for bit, the one that was interrupted. Two
+        # reductions of zeros settle the layout before the first iteration.
+        for _ in range(2):
+            self._reduce_gradients()
+        self.lightning_module.zero_grad(set_to_none=True)
+
+    @override
     def _forward_training_step(self, *args: Any) -> Any:
         assert self.lightning_module is not None
         with self.precision_plugin.train_step_context():

@@ -134,6 +134,7 @@ class IterationRunner:
         ignore_index: label that bears no loss.
         backend_averages: W where gradients are averaged over ranks, 1 where they are summed.
         seed: random numbers are keyed by (seed, epoch, iteration, micro-batch).
+        rank: of this process among all.
         device: of this rank.
     """
 

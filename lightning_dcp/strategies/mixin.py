@@ -70,6 +70,7 @@ class DCPStrategyMixin(GuardedCollectives):
     """Plan-driven training for a strategy that is, or inherits from, Lightning's DDPStrategy."""
 
     settings: DCPSettings
+    _preparer: TrainPreparer | None = None
     _preparation: Preparation | None = None
     _runtime: BlockRuntime | None = None
     _topology: Topology | None = None
@@ -153,6 +154,14 @@ class DCPStrategyMixin(GuardedCollectives):
             pl_module.to(self.root_device)
             self._setup_dcp(trainer, pl_module)
         super().setup(trainer)
+        if self._preparer is not None and self._preparer.check_fixed_bytes(self._allocated_bytes()):
+            compat.reload_train_loader(trainer)
+
+    def _allocated_bytes(self) -> int | None:
+        """Bytes that tensors take on the device; None on a CPU, where nobody counts them."""
+        if self.root_device.type != "cuda":
+            return None
+        return torch.cuda.memory_allocated(self.root_device)
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
@@ -166,7 +175,10 @@ class DCPStrategyMixin(GuardedCollectives):
             "Finding the model's blocks", lambda: find_blocks(pl_module, self.settings.blocks)
         )
         self._topology = Topology(
-            self.world_size, self.global_rank, device_type=self.root_device.type
+            self.world_size,
+            self.global_rank,
+            device_type=self.root_device.type,
+            timeout=self._timeout,
         )
         self._topology.create_groups()
         self._runtime = BlockRuntime(
@@ -179,6 +191,7 @@ class DCPStrategyMixin(GuardedCollectives):
         # As DDP would do later: profiling compares losses between ranks.
         same_tensors_on_all_ranks([*pl_module.parameters(), *pl_module.buffers()])
         preparer = TrainPreparer(self, trainer, pl_module, self._runtime, self._topology)
+        self._preparer = preparer
 
         def prepare_train_loader(dataloader: DataLoader[Any]) -> DataLoader[Any]:
             self._preparation = preparer.prepare(dataloader)
@@ -202,7 +215,7 @@ class DCPStrategyMixin(GuardedCollectives):
             device=self.root_device,
         )
         results.metric_seen = self._logs.add_metric
-        fixed = self._fixed_bytes(pl_module)
+        fixed = preparer.fixed_bytes
         self._runner = IterationRunner(
             self,
             memory=MemoryMeter(pl_module, stack.blocks, self.root_device, fixed),
@@ -236,6 +249,7 @@ class DCPStrategyMixin(GuardedCollectives):
         if self._topology is not None:
             self._topology.destroy()
         self._runner = self._logs = self._patches = self._runtime = self._topology = None
+        self._preparer = None
         self._exchanged_s = None
         super().teardown()
 
@@ -253,11 +267,28 @@ class DCPStrategyMixin(GuardedCollectives):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        epoch = self.lightning_module.trainer.current_epoch
+        if self._preparation is not None and self._preparation.sampler.epoch != epoch:
+            # A checkpoint was restored after the loader had been made, and its workers have begun
+            # with the first epoch.
+            self._preparation.sampler.set_epoch(epoch)
+            compat.restart_train_loader(self.lightning_module.trainer)
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         if self._exchanged_s is not None:
             self._overhead_s = time.perf_counter() - self._exchanged_s
         if self._runner is not None:
+            epoch = self.lightning_module.trainer.current_epoch  # type: ignore[union-attr]
+            if batch.epoch != epoch:
+                raise RuntimeError(
+                    f"The train loader delivered a batch planned for epoch {batch.epoch} in epoch"
+                    f" {epoch}. Call `set_epoch` of its sampler, or leave the sampler to Lightning."
+                )
             self._runner.start(self._plan_of(batch), batch)
 
     def _plan_of(self, batch: IterationBatch) -> Plan:

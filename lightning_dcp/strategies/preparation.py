@@ -7,7 +7,8 @@ agreed on before the next collective.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,8 @@ class TrainPreparer:
         self._runtime = runtime
         self._topology = topology
         self._profile: tuple[CostProfile, bool] | None = None
+        #: Bytes per rank that stay: parameters, gradients, optimizer state, buffers.
+        self.fixed_bytes = max(gather_objects(strategy._fixed_bytes(pl_module)))
         self._seen_combined_loader: object = _NEVER
 
     def prepare(self, dataloader: DataLoader[Any]) -> Preparation:
@@ -117,11 +120,11 @@ class TrainPreparer:
             " for arguments that depend on the rank.",
         )
         limit = self._memory_limit()
-        fixed = self._strategy._fixed_bytes(self._pl_module)
-        check_memory_limit(limit, fixed)
+        check_memory_limit(limit, self.fixed_bytes)
         if self._profile is None:
-            self._profile = self._load_or_measure(spec, lengths, limit, fixed)
+            self._profile = self._load_or_measure(spec, lengths, limit, self.fixed_bytes)
         profile, was_cached = self._profile
+        profile = replace(profile, fixed_bytes=self.fixed_bytes)
         planner = collectively(
             "Planning",
             lambda: EpochPlanner(
@@ -156,13 +159,56 @@ class TrainPreparer:
             planner=planner, cost_profile=profile, loader=loader, profile_was_cached=was_cached
         )
 
+    def check_fixed_bytes(self, allocated_bytes: int | None) -> bool:
+        """Compare what stays on the device with what was assumed, once the engine exists.
+
+        Args:
+            allocated_bytes: what tensors take now: parameters, buffers and whatever the engine has
+                made, without gradients; None where it is not known.
+
+        Returns:
+            Whether more is taken than was assumed, so that the train loader has to be planned
+            again. The same on all ranks.
+        """
+        gradients = sum(
+            p.numel() * p.element_size() for p in self._pl_module.parameters() if p.requires_grad
+        )
+        measured = 0 if allocated_bytes is None else allocated_bytes + gradients
+        largest = max(gather_objects(measured))
+        if self._profile is None or largest <= self.fixed_bytes:
+            return False
+        rank_zero_warn(
+            f"DCP: parameters, gradients and optimizer state take {largest:,} bytes per rank, not"
+            f" {self.fixed_bytes:,} as assumed. Iterations are planned again with less memory."
+        )
+        self.fixed_bytes = largest
+        self._seen_combined_loader = _NEVER  # the same loader comes again
+        return True
+
+    def _reduction_s(self) -> float:
+        """Seconds that one reduction of all gradients takes, which every iteration costs."""
+        if self._topology.world_size == 1:
+            return 0.0
+        device = self._strategy.root_device
+        size = sum(p.numel() for p in self._pl_module.parameters() if p.requires_grad)
+        gradients = torch.zeros(max(1, size), device=device)
+        seconds = []
+        for _ in range(3):
+            self._strategy.barrier()
+            start = time.perf_counter()
+            torch.distributed.all_reduce(gradients)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - start)
+        return float(np.median(seconds))
+
     @property
     def _datamodule(self) -> Any:
         # A LightningModule that defines `train_dataloader` itself may mix the hooks in as well.
         return getattr(self._trainer, "datamodule", None) or self._pl_module
 
     def _refuse_a_second_loader(self) -> None:
-        combined = self._trainer.fit_loop._combined_loader
+        combined = compat.combined_train_loader(self._trainer)
         if combined is self._seen_combined_loader:
             raise MisconfigurationException(
                 "Several train loaders were given;"
@@ -253,6 +299,7 @@ class TrainPreparer:
                 device=self._strategy.root_device,
                 fixed_bytes=fixed,
                 memory_limit_bytes=limit,
+                step_overhead_s=self._reduction_s(),
                 sp_sizes=sp_sizes,
                 gather=gather_objects,
                 fingerprint=fingerprint,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
+import random
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from lightning_dcp.callback import DCPCallback
 from lightning_dcp.planning.options import PlanningOptions
@@ -209,4 +213,178 @@ class TestTwoEpochs:
         assert len([r for r in rows[1:] if r.split(",")[column]]) == 16
 
 
-_ = itertools
+# ---- profiling leaves no trace -----------------------------------------------------------------------
+
+
+class Counting(LoggingLM):
+    """Has what a training step can change besides gradients: buffers, metrics, attributes, random states."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.1)
+        self.batch_norm = torch.nn.BatchNorm1d(16)
+        self.mean = MeanMetric()
+        self.num_calls = 0
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.num_calls += 1
+        random.random()
+        np.random.rand()
+        loss = super().training_step(batch, batch_idx)
+        self.batch_norm(self.embed(batch["ids"]).flatten(0, 1).repeat(2, 1))
+        self.mean.update(loss.detach())
+        self.logger.log_metrics({"direct": 1.0})  # type: ignore[union-attr]
+        return loss
+
+
+class Snapshot(L.Callback):
+    """The state after `Strategy.setup`, before training."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
+        self.state = {
+            "state_dict": {k: v.clone() for k, v in module.state_dict().items()},
+            "gradients": [p.grad for p in module.parameters()],
+            "num_calls": module.num_calls,
+            "mean": (module.mean.mean_value.clone(), module.mean.update_called),
+            "training": [m.training for m in module.modules()],
+            "random": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()),
+            "metrics": list(vars(trainer.logger.experiment).get("metrics", [])),
+            "callback_metrics": dict(trainer.callback_metrics),
+        }
+
+
+def fit_counting(rank: int, folder: str, cache: str) -> dict[str, Any]:
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    strategy = DCPDDPStrategy(profiling=dataclasses.replace(FAST, cache_dir=cache))
+    snapshot, recorder, model = Snapshot(), Recorder(), Counting()
+    initial = {k: v.clone() for k, v in model.state_dict().items()}
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=4,
+        max_steps=3,
+        logger=CSVLogger(folder),
+        callbacks=[snapshot, recorder],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(model, DataLoader(Sequences(LENGTHS), batch_size=2, collate_fn=pad, shuffle=True))
+    cached = strategy._preparation.profile_was_cached  # type: ignore[union-attr]
+    return {**snapshot.state, "initial": initial, "cached": cached, "losses": recorder.losses}
+
+
+def test_profiling_leaves_everything_bit_identical(world: World, tmp_path: Path) -> None:
+    """The state before training is the same whether the profile was measured or found in the cache."""
+    arguments = (str(tmp_path), str(tmp_path / "cache"))
+    measured, cached = world.run(fit_counting, *arguments), world.run(fit_counting, *arguments)
+    for after, without in zip(measured, cached, strict=True):
+        assert not after["cached"] and without["cached"]
+        assert after["num_calls"] == without["num_calls"] == 0
+        assert after["gradients"] == [None] * len(after["gradients"])
+        assert after["metrics"] == [] and after["callback_metrics"] == {}
+        assert all(after["training"])
+        assert after["mean"][0] == 0 and not after["mean"][1]
+        for name, value in after["state_dict"].items():
+            assert torch.equal(value, after["initial"][name]), name
+        assert after["random"][:2] == without["random"][:2]
+        assert torch.equal(after["random"][2], without["random"][2])
+        assert after["losses"] == without["losses"], "the same profile gives the same training"
+
+
+# ---- the engine takes more memory than was assumed ---------------------------------------------------
+
+
+def fit_with_a_heavy_engine(rank: int) -> dict[str, Any]:
+    class Heavy(DCPDDPStrategy):
+        def _allocated_bytes(self) -> int:
+            return 30_000 if self.global_rank == 1 else 0
+
+    planning = PlanningOptions(memory_limit_bytes=200_000)
+    strategy, model = Heavy(planning=planning, profiling=FAST), LoggingLM(width=8, num_blocks=2)
+    assumed = strategy._fixed_bytes(model)
+    gradients = sum(4 * p.numel() for p in model.parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = L.Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            devices=4,
+            max_epochs=1,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+        )
+        data = DataLoader(Sequences([5] * 20 + [40] * 4), batch_size=2, collate_fn=pad)
+        trainer.fit(model, data)
+    assert strategy.planner is not None
+    return {
+        "assumed": assumed,
+        "gradients": gradients,
+        "fixed": strategy.planner.cost_model.fixed_bytes,
+        "warned": [str(w.message) for w in caught if "planned again" in str(w.message)],
+        "seen": model.seen,
+    }
+
+
+def test_plans_again_when_the_engine_takes_more(world: World) -> None:
+    results = world.run(fit_with_a_heavy_engine)
+    for r in results:
+        assert r["assumed"] < 30_000 + r["gradients"] == r["fixed"]
+    assert len(results[0]["warned"]) == 1
+    seen = [i for r in results for micro_batch in r["seen"] for i in micro_batch]
+    assert set(seen) == set(range(24))
+
+
+# ---- going on after an epoch -------------------------------------------------------------------------
+
+
+def fit_and_resume(rank: int, folder: str, num_workers: int) -> dict[str, Any]:
+    class Stop(L.Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
+            trainer.save_checkpoint(f"{folder}/epoch.ckpt")
+            trainer.should_stop = True
+
+    def run(*stop: L.Callback, **kwargs: Any) -> tuple[Recorder, dict[str, Tensor]]:
+        recorder = Recorder()
+        model = LoggingLM()
+        trainer = L.Trainer(
+            strategy=DCPDDPStrategy(profiling=FAST),
+            accelerator="cpu",
+            devices=4,
+            max_epochs=2,
+            callbacks=[recorder, *stop],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+        )
+        train = DataLoader(
+            Sequences(LENGTHS), batch_size=2, collate_fn=pad, shuffle=True, num_workers=num_workers
+        )
+        trainer.fit(model, train, **kwargs)
+        return recorder, {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    whole, wanted = run()
+    run(Stop())
+    rest, parameters = run(ckpt_path=f"{folder}/epoch.ckpt")
+    return {
+        "whole": [r.plan for r in whole.reports],
+        "rest": [r.plan for r in rest.reports],
+        "whole_losses": whole.losses,
+        "rest_losses": rest.losses,
+        "equal": all(torch.equal(parameters[n], wanted[n]) for n in wanted),
+    }
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_resumes_after_an_epoch(world: World, tmp_path: Path, num_workers: int) -> None:
+    for r in world.run(fit_and_resume, str(tmp_path), num_workers):
+        assert r["rest"] == r["whole"][8:]
+        assert r["rest_losses"] == r["whole_losses"][8:]
+        assert r["equal"]

@@ -213,7 +213,7 @@ CASES: dict[str, tuple[Callable[[int], Any], str]] = {
                 planning=PlanningOptions(memory_limit_bytes=1000), profiling=FAST
             ),
         ),
-        r"memory_limit_bytes is 1,000, but parameters.*alone take [\d,]+",
+        r"memory limit is 1,000 bytes per rank, but parameters.*alone take [\d,]+",
     ),
     "no SP size left": (
         lambda r: fit(

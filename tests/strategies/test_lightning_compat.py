@@ -1,0 +1,118 @@
+"""The private names of Lightning that are touched exist, and take what we give them."""
+
+from __future__ import annotations
+
+import inspect
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+
+from lightning_dcp.data.batch import IterationBatch
+from lightning_dcp.strategies import _lightning_compat as compat
+from lightning_dcp.strategies.iteration_logs import LogKey
+from tests.strategies.toys import ToyLM
+
+
+def parameters_of(function: object) -> list[str]:
+    return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
+
+
+def test_signatures() -> None:
+    assert parameters_of(_DataConnector._prepare_dataloader) == [
+        "self",
+        "dataloader",
+        "shuffle",
+        "mode",
+    ]
+    assert parameters_of(_AutomaticOptimization.run) == ["self", "optimizer", "batch_idx", "kwargs"]
+    assert parameters_of(_ResultCollection.log)[:4] == ["self", "fx", "name", "value"]
+    assert parameters_of(_ResultCollection._extract_batch_size) == [
+        "self",
+        "value",
+        "batch_size",
+        "meta",
+    ]
+    assert parameters_of(L.LightningModule._on_before_batch_transfer) == [
+        "self",
+        "batch",
+        "dataloader_idx",
+    ]
+
+
+@pytest.fixture
+def trainer() -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+
+
+def test_attributes(trainer: L.Trainer) -> None:
+    loop = trainer.fit_loop
+    assert isinstance(loop.epoch_loop._results, _ResultCollection)
+    assert isinstance(loop.epoch_loop.automatic_optimization, _AutomaticOptimization)
+    for name in ("_data_source", "_combined_loader", "_data_fetcher"):
+        assert hasattr(loop, name)
+    assert hasattr(trainer._logger_connector, "should_reset_tensors")
+    assert hasattr(trainer._logger_connector, "_current_fx")
+    assert hasattr(ToyLM(), "_current_fx_name")
+
+
+def test_patches_are_taken_out_again(trainer: L.Trainer) -> None:
+    model = ToyLM()
+    loop = trainer.fit_loop.epoch_loop
+    results, optimization = loop._results, loop.automatic_optimization
+    prepare = trainer._data_connector._prepare_dataloader
+    patches = compat.TrainerPatches(
+        trainer, model, prepare_train_loader=lambda loader: loader, iteration_loss=lambda: None
+    )
+    assert loop._results is patches.results
+    assert "_on_before_batch_transfer" in vars(model)
+    patches.remove()
+    patches.remove()
+    assert loop._results is results
+    assert loop.automatic_optimization is optimization
+    assert trainer._data_connector._prepare_dataloader == prepare
+    assert "_on_before_batch_transfer" not in vars(model)
+
+
+def test_progress_goes_on_counting_over_patches(trainer: L.Trainer) -> None:
+    loop = trainer.fit_loop.epoch_loop
+    before = loop.automatic_optimization.optim_progress
+    patches = compat.TrainerPatches(
+        trainer, ToyLM(), prepare_train_loader=lambda loader: loader, iteration_loss=lambda: None
+    )
+    assert loop.automatic_optimization.optim_progress is before
+    patches.remove()
+    assert loop.automatic_optimization.optim_progress is before
+
+
+def test_micro_batches_go_through_the_users_hook_one_by_one(trainer: L.Trainer) -> None:
+    model = ToyLM()
+    seen = []
+    model._on_before_batch_transfer = lambda batch, dataloader_idx=0: seen.append(batch)  # type: ignore[method-assign, assignment]
+    compat.TrainerPatches(
+        trainer, model, prepare_train_loader=lambda loader: loader, iteration_loss=lambda: None
+    )
+    batch = IterationBatch(0, 0, [1, 2])
+    assert model._on_before_batch_transfer(batch) is batch
+    assert seen == []
+
+
+def test_values_are_filed_as_lightning_would(trainer: L.Trainer) -> None:
+    results = compat.IterationResults(training=True)
+    key = LogKey("training_step", "x", "mean", False, True, on_step=True, on_epoch=True)
+    for value, weight in ((1.0, 3.0), (5.0, 1.0)):
+        compat.file_reduced_value(trainer, results, key, torch.tensor(value), weight)
+    assert results.metrics(on_step=True)["log"]["x_step"] == 5.0
+    assert results.metrics(on_step=False)["log"]["x_epoch"] == 2.0
+
+
+def test_what_callbacks_log_is_weighted_by_the_samples_of_the_iteration() -> None:
+    results = compat.IterationResults(training=True)
+    results.batch, results.iteration_batch_size = IterationBatch(0, 0, []), 7
+    results.log("on_train_batch_end", "x", torch.tensor(1.0), on_step=False, on_epoch=True)
+    assert results["on_train_batch_end.x"].cumulated_batch_size == 7
