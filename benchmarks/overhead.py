@@ -3,9 +3,9 @@
     python benchmarks/overhead.py                  # 4,096 tokens, one CPU rank
     python benchmarks/overhead.py --length 1024 --iterations 20
 
-After each iteration of a real `Trainer(strategy=...)` the same micro-batches run once more in a bare
-loop: forward, backward, nothing else. Both are timed in turn, so that a machine whose speed drifts
-slows both; the figure is the median of the ratios. The strategy's share includes everything between
+After each iteration of a real `Trainer(strategy=...)` the same micro-batches run once more in a
+bare loop: forward, backward, nothing else. Both are timed in turn, so that a machine whose speed
+drifts slows both; the figure is the median of the ratios. The strategy's share is all between
 Lightning's start of a batch and the optimizer step: taking up the plan, random states, hooks,
 logging, measuring memory, the exchange with other ranks and the reduction of gradients.
 
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 import lightning_dcp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from stdlib_lm import Definitions, StdlibLM, collate  # noqa: E402
+from stdlib_lm import Definitions, StdlibLM, collate
 
 
 class EqualData(lightning_dcp.DCPDataModuleMixin, L.LightningDataModule):

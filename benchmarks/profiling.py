@@ -22,7 +22,7 @@ import torch
 import lightning_dcp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from stdlib_lm import StdlibData, StdlibLM  # noqa: E402
+from stdlib_lm import StdlibData, StdlibLM
 
 
 class Ratios(L.Callback):

@@ -242,7 +242,7 @@ def _serve(
 ) -> None:
     os.environ.update(env)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Ranks are daemons so that they end with the tests; loaders' workers are their children all the same.
+    # Ranks are daemons so that they end with the tests; yet loaders may start workers in them.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     # Kept open for the life of the process: the handler writes to its descriptor.
     stack_file = open(Path(directory) / f"stack-{rank}", "w")  # noqa: SIM115

@@ -32,11 +32,12 @@ class PlanSampler(DistributedSampler[Any]):
     shards again nor replaces, and whose `set_epoch` it calls before each epoch. It needs no
     `torch.distributed`: rank and world size are given.
 
-    The only state is `epoch`: plans are a pure function of it, so that a sampler made anew for
-    the same epoch goes over the same keys. Each iterator belongs to one epoch and its keys say
-    which. NOTE (early iterators): Lightning makes the first iterator, whose workers fetch at once,
-    before it calls `set_epoch`; in a resumed run that would be the plan of epoch 0. Hence the
-    `epoch` argument. For all later epochs Lightning calls `set_epoch` first.
+    The only state is `epoch`, and after `resume` the iteration to go on with: plans are a pure
+    function of the epoch, so that a sampler made anew goes over the same keys. Each iterator
+    belongs to one epoch and its keys say which. NOTE (early iterators): Lightning makes the first
+    iterator, whose workers fetch at once, before it calls `set_epoch`; in a resumed run that would
+    be the plan of epoch 0. Hence the `epoch` argument. For all later epochs Lightning calls
+    `set_epoch` first.
 
     Args:
         planner: Gives the plans.
@@ -62,6 +63,17 @@ class PlanSampler(DistributedSampler[Any]):
         self.planner = planner
         self.epoch = epoch
         self._planned: dict[int, Sequence[Plan]] = {}
+        self._first_iteration = 0
+
+    def resume(self, epoch: int, iteration: int) -> None:
+        """Let the next iterator begin in the middle of an epoch; those after it begin at 0.
+
+        Args:
+            epoch: The epoch that was interrupted.
+            iteration: The first iteration that has not been run.
+        """
+        self.set_epoch(epoch)
+        self._first_iteration = iteration
 
     @override
     def __len__(self) -> int:
@@ -92,6 +104,7 @@ class PlanSampler(DistributedSampler[Any]):
         # iterators).
         epoch = self.epoch
         plans = self.plans(epoch)
-        for iteration in range(len(plans)):
+        first, self._first_iteration = self._first_iteration, 0
+        for iteration in range(first, len(plans)):
             micro_batches = plans[iteration].for_rank(self.rank)
             yield PlanKey(epoch, iteration, tuple(mb.sample_ids for mb in micro_batches))

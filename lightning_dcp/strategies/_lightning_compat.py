@@ -295,3 +295,13 @@ def restart_train_loader(trainer: L.Trainer) -> None:
     """Begin the train loader's epoch anew: what workers have fetched is dropped."""
     assert trainer.fit_loop._data_fetcher is not None
     iter(trainer.fit_loop._data_fetcher)
+
+
+def iterations_done(trainer: L.Trainer) -> int:
+    """Iterations of the current epoch that a restored checkpoint has behind it; else 0."""
+    loop = trainer.fit_loop.epoch_loop
+    if not loop.restarting:
+        return 0
+    # A checkpoint that was saved in `on_train_batch_end` does not count that batch yet.
+    done = loop.batch_progress.current.completed + int(loop.restarted_on_train_batch_end)
+    return int(done % max(1, int(trainer.num_training_batches)))

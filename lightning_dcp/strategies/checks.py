@@ -127,7 +127,7 @@ def check_memory_limit(limit_bytes: int, fixed_bytes: int) -> None:
     if fixed_bytes >= limit_bytes:
         raise MisconfigurationException(
             f"The memory limit is {limit_bytes:,} bytes per rank, but parameters, gradients,"
-            f" optimizer state and buffers alone take {fixed_bytes:,} bytes per rank: no sample could run."
-            " Raise the limit above that, use more ranks (the optimizer state is sharded under"
+            f" optimizer state and buffers alone take {fixed_bytes:,}: no sample could run. Raise"
+            " the limit above that, use more ranks (the optimizer state is sharded under"
             " strategy='dcp'), or use a smaller model."
         )

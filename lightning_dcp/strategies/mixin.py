@@ -270,12 +270,15 @@ class DCPStrategyMixin(GuardedCollectives):
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
-        epoch = self.lightning_module.trainer.current_epoch
-        if self._preparation is not None and self._preparation.sampler.epoch != epoch:
+        trainer = self.lightning_module.trainer
+        epoch, iteration = trainer.current_epoch, compat.iterations_done(trainer)
+        if self._preparation is not None and (
+            iteration or self._preparation.sampler.epoch != epoch
+        ):
             # A checkpoint was restored after the loader had been made, and its workers have begun
-            # with the first epoch.
-            self._preparation.sampler.set_epoch(epoch)
-            compat.restart_train_loader(self.lightning_module.trainer)
+            # with the first plan.
+            self._preparation.sampler.resume(epoch, iteration)
+            compat.restart_train_loader(trainer)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -328,7 +328,7 @@ def test_long_samples_get_larger_groups() -> None:
 
 
 def limit_for(model: CostModel, usable: int) -> int:
-    """The least memory limit of which so much may be used, after the margin for the model's error."""
+    """The least memory limit of which so much is usable, after the margin for errors."""
     assert model.held_out.p95_memory is not None
     return math.ceil(usable + model.held_out.p95_memory * (usable - FIXED_BYTES)) + 1
 

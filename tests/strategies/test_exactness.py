@@ -114,27 +114,23 @@ class Watch(L.Callback):
 def hand_planned(strategy: Any, plans: list[Plan]) -> None:
     """Let the strategy follow given plans, without profile or planner."""
     from lightning_dcp.data.loader import build_plan_loader
-    from lightning_dcp.strategies import mixin
-    from lightning_dcp.strategies.preparation import Preparation
+    from lightning_dcp.strategies import mixin, preparation
 
-    class Preparer:
-        def __init__(self, _: Any, __: Any, pl_module: Any, runtime: Any, topology: Any) -> None:
+    class HandPreparer(preparation.TrainPreparer):
+        def prepare(self, dataloader: Any) -> preparation.Preparation:
             # The profile would show the blocks' arguments to the runtime.
+            group = self._topology.group(strategy.global_rank, 1)
             for length in (4, 6):
-                with runtime.micro_batch(
-                    group=topology.group(strategy.global_rank, 1), observe=True
-                ):
-                    pl_module(torch.ones(1, length, dtype=torch.long)).sum().backward()
-            pl_module.zero_grad()
-
-        def prepare(self, dataloader: Any) -> Preparation:
+                with self._runtime.micro_batch(group=group, observe=True):
+                    self._pl_module(torch.ones(1, length, dtype=torch.long)).sum().backward()
+            self._pl_module.zero_grad()
             planner: Any = HandPlanner(plans)
             plan_loader = build_plan_loader(
                 dataloader, planner, rank=strategy.global_rank, world_size=strategy.world_size
             )
-            return Preparation(planner, None, plan_loader, False)  # type: ignore[arg-type]
+            return preparation.Preparation(planner, None, plan_loader, False)  # type: ignore[arg-type]
 
-    mixin.TrainPreparer = Preparer  # type: ignore[assignment, misc]
+    mixin.TrainPreparer = HandPreparer  # type: ignore[misc]
 
 
 class DoublePrecision(DeepSpeedPrecision):
