@@ -8,12 +8,11 @@ STAMP  := $(VENV)/.installed
 DEMO   ?=
 TESTS  ?=
 
-# On Linux the default index serves torch with the whole of CUDA, several gigabytes. Without an
-# NVIDIA driver the CPU build is taken instead: from the configured indexes if they have it, else
-# from PyTorch's own.
+# On x86-64 Linux the default index serves torch with the whole of CUDA, several gigabytes. Without an
+# NVIDIA driver only a CPU build is taken, from the configured indexes or from TORCH_CPU_INDEX.
 TORCH           := $(shell sed -n 's/^torch==//p' constraints.txt)
-TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-CPU_ONLY        := $(shell [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1 && echo yes)
+TORCH_CPU_INDEX ?=
+CPU_ONLY        := $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && ! command -v nvidia-smi >/dev/null 2>&1 && echo yes)
 
 # One thread a rank: ranks share the cores, and more threads than cores only wait for each other.
 demo test: export OMP_NUM_THREADS ?= 1
@@ -45,8 +44,10 @@ format: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 ifeq ($(CPU_ONLY),yes)
-	@$(BIN)/python -m pip install -q 'torch==$(TORCH)+cpu' -c constraints.txt || \
-	$(BIN)/python -m pip install -q 'torch==$(TORCH)+cpu' -c constraints.txt --extra-index-url $(TORCH_CPU_INDEX)
+	@$(BIN)/python -m pip install -q -c constraints.txt 'torch==$(TORCH)+cpu' $(TORCH_CPU_INDEX:%=--extra-index-url %) || { \
+	  echo "There is no CPU build of torch $(TORCH) for this Python on the configured package indexes."; \
+	  echo "Set TORCH_CPU_INDEX to the index of CPU builds that pytorch.org names for pip, or install"; \
+	  echo "torch==$(TORCH) into $(VENV) yourself, and run make again with CPU_ONLY=no."; exit 1; }
 endif
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, GradientAccumulationScheduler
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS
 from torchmetrics import Metric
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import lightning as L
     from torch.optim import Optimizer
@@ -130,4 +131,23 @@ def check_memory_limit(limit_bytes: int, fixed_bytes: int) -> None:
             f" optimizer state and buffers alone take {fixed_bytes:,}: no sample could run. Raise"
             " the limit above that, use more ranks (the optimizer state is sharded under"
             " strategy='dcp'), or use a smaller model."
+        )
+
+
+def warn_of_other_plans(saved: Mapping[str, str], current: Mapping[str, str]) -> None:
+    """Say so if a run goes on in the middle of an epoch with other plans than it began with.
+
+    Args:
+        saved: what the plans of the checkpoint were made from (`EpochPlanner.inputs`).
+        current: the same of this run.
+    """
+    differing = [name for name in current if saved.get(name) != current[name]]
+    if differing:
+        shown = "; ".join(
+            f"{name}: {saved.get(name, 'unknown')} -> {current[name]}" for name in differing
+        )
+        rank_zero_warn(
+            "DCP: this checkpoint was saved in the middle of an epoch whose plans were made from"
+            f" something else ({shown}). Until this epoch ends, samples may be repeated or left"
+            " out; later epochs take each sample exactly once again."
         )

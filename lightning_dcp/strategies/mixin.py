@@ -40,13 +40,13 @@ from lightning_dcp.strategies.agreement import (
     gather_rows,
     same_tensors_on_all_ranks,
 )
+from lightning_dcp.strategies.checkpoints import PlannedCheckpoints
 from lightning_dcp.strategies.checks import (
     check_module,
     check_optimizers,
     check_trainer,
     one_optimizer,
 )
-from lightning_dcp.strategies.collectives import GuardedCollectives
 from lightning_dcp.strategies.gradients import scale_gradients
 from lightning_dcp.strategies.iteration import IterationRunner
 from lightning_dcp.strategies.iteration_logs import IterationLogs
@@ -60,13 +60,14 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
+    from lightning_dcp.data.sampler import PlanSampler
     from lightning_dcp.planning.plan import Plan
     from lightning_dcp.planning.planner import EpochPlanner
     from lightning_dcp.profiling.cost_profile import CostProfile
     from lightning_dcp.strategies.settings import DCPSettings
 
 
-class DCPStrategyMixin(GuardedCollectives):
+class DCPStrategyMixin(PlannedCheckpoints):
     """Plan-driven training for a strategy that is, or inherits from, Lightning's DDPStrategy."""
 
     settings: DCPSettings
@@ -85,6 +86,7 @@ class DCPStrategyMixin(GuardedCollectives):
     last_report: IterationReport | None = None
 
     @property
+    @override
     def planner(self) -> EpochPlanner | None:
         """Makes the plans of every epoch; None before `setup` and outside of `fit`."""
         return None if self._preparation is None else self._preparation.planner
@@ -93,6 +95,11 @@ class DCPStrategyMixin(GuardedCollectives):
     def cost_profile(self) -> CostProfile | None:
         """What was measured on the user's model; None before `setup`."""
         return None if self._preparation is None else self._preparation.cost_profile
+
+    @property
+    @override
+    def train_sampler(self) -> PlanSampler | None:
+        return None if self._preparation is None else self._preparation.sampler
 
     @property
     @override
@@ -265,20 +272,6 @@ class DCPStrategyMixin(GuardedCollectives):
             self._patches.results.iteration_batch_size = self._plan_of(batch).num_samples
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
-
-    @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        epoch, iteration = trainer.current_epoch, compat.iterations_done(trainer)
-        if self._preparation is not None and (
-            iteration or self._preparation.sampler.epoch != epoch
-        ):
-            # A checkpoint was restored after the loader had been made, and its workers have begun
-            # with the first plan.
-            self._preparation.sampler.resume(epoch, iteration)
-            compat.restart_train_loader(trainer)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
