@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import rich
 import torch
 
 import lightning_dcp
+from lightning_dcp.profiling.report import profile_table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from stdlib_lm import StdlibData, StdlibLM
@@ -70,6 +72,7 @@ def main() -> None:
     profile = strategy.cost_profile
     assert profile is not None
     error = profile.cost_model().held_out
+    rich.print(profile_table(profile))
     print(f"profile: {profile.duration_s:.1f} s of a budget of {args.budget:g} s")
     print(f"points: {len(profile.measurements)} measured, {len(profile.skipped)} left out")
     print(f"held out: {error}")

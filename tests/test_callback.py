@@ -16,21 +16,20 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from rich.console import Console
 from torch.utils.data import DataLoader
 
-from lightning_dcp.callback import (
-    DCPCallback,
+from lightning_dcp.callback import DCPCallback, report_scalars
+from lightning_dcp.metrics import dcp_metrics
+from lightning_dcp.planning.candidates import Exclusion
+from lightning_dcp.planning.planner import EpochPlanner
+from lightning_dcp.planning.report import IterationReport
+from lightning_dcp.tables import (
     exclusion_rows,
     format_bytes,
     format_count,
     format_seconds,
     plan_tables,
-    report_scalars,
     static_lines,
     summary_table,
 )
-from lightning_dcp.metrics import dcp_metrics
-from lightning_dcp.planning.candidates import Exclusion
-from lightning_dcp.planning.planner import EpochPlanner
-from lightning_dcp.planning.report import IterationReport
 from tests.data.toys import make_planner, some_lengths
 
 LENGTHS = some_lengths(400, longest=20_000)

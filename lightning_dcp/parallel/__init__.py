@@ -1,12 +1,12 @@
-"""How ranks run a plan: SP groups, sharded blocks, recomputation, random numbers, loss weights."""
+"""How ranks run a plan: SP groups, sharded blocks, recomputation, random numbers, targets."""
 
 from lightning_dcp.parallel.attention import attention
 from lightning_dcp.parallel.blocks import BlockStack, find_blocks
 from lightning_dcp.parallel.kernels import kernel_name
 from lightning_dcp.parallel.runtime import BlockRuntime
 from lightning_dcp.parallel.signature import BlockSignature
+from lightning_dcp.parallel.targets import count_targets
 from lightning_dcp.parallel.topology import SPGroup, Topology
-from lightning_dcp.parallel.weights import apply_loss_scale, count_targets, loss_scale
 
 __all__ = [
     "BlockRuntime",
@@ -14,10 +14,8 @@ __all__ = [
     "BlockStack",
     "SPGroup",
     "Topology",
-    "apply_loss_scale",
     "attention",
     "count_targets",
     "find_blocks",
     "kernel_name",
-    "loss_scale",
 ]

@@ -29,15 +29,6 @@ def gather_objects(value: T) -> list[T]:
     return values
 
 
-def broadcast_object(value: T) -> T:
-    """Rank 0's `value` on every rank."""
-    if not _distributed():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
 def gather_rows(row: Tensor) -> Tensor:
     """(K,) of each rank -> (W, K), on every rank."""
     if not _distributed():

@@ -115,7 +115,7 @@ class DCPDDPStrategy(DCPStrategyMixin):
         zero.backward()
 
     @override
-    def _fixed_bytes(self, pl_module: L.LightningModule) -> int:
+    def fixed_bytes(self, pl_module: L.LightningModule) -> int:
         trainable = sum(
             p.numel() * p.element_size() for p in pl_module.parameters() if p.requires_grad
         )

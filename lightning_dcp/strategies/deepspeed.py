@@ -23,6 +23,7 @@ from typing_extensions import override
 from lightning_dcp.planning.options import PlanningOptions
 from lightning_dcp.profiling.options import ProfilingOptions
 from lightning_dcp.strategies.checks import check_optimizers, one_optimizer
+from lightning_dcp.strategies.extension_lock import wait_for_build_lock
 from lightning_dcp.strategies.gradients import zero_for
 from lightning_dcp.strategies.iteration import LossAverage
 from lightning_dcp.strategies.mixin import DCPStrategyMixin
@@ -137,6 +138,7 @@ class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
             return
         reset_seed()
         self.set_world_ranks()
+        wait_for_build_lock()
         self._init_deepspeed_distributed()
 
     @override
@@ -218,7 +220,7 @@ class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
             self.deepspeed_engine.backward(zero_for(missing), scale_wrt_gas=False)
 
     @override
-    def _fixed_bytes(self, pl_module: L.LightningModule) -> int:
+    def fixed_bytes(self, pl_module: L.LightningModule) -> int:
         parameters = list(pl_module.parameters())
         trainable = sum(p.numel() for p in parameters if p.requires_grad)
         stored = sum(p.numel() * p.element_size() for p in parameters)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_dcp.parallel.weights import count_targets
+from lightning_dcp.parallel.targets import count_targets
 
 if TYPE_CHECKING:
     from lightning_dcp.data.batch import IterationBatch

@@ -124,7 +124,7 @@ class DCPStrategyMixin(PlannedCheckpoints):
         """Reduce the accumulated gradients of all ranks, or ready them for the engine's step."""
         raise NotImplementedError
 
-    def _fixed_bytes(self, pl_module: L.LightningModule) -> int:
+    def fixed_bytes(self, pl_module: L.LightningModule) -> int:
         """Bytes per rank that stay: parameters, gradients, optimizer state, buffers."""
         raise NotImplementedError
 

@@ -10,7 +10,7 @@ import hashlib
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -39,13 +39,16 @@ from lightning_dcp.strategies.agreement import (
 from lightning_dcp.strategies.checks import check_memory_limit
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import lightning as L
+    from lightning.pytorch.plugins.precision import Precision
     from torch.utils.data import DataLoader
 
     from lightning_dcp.parallel.runtime import BlockRuntime
     from lightning_dcp.parallel.topology import Topology
     from lightning_dcp.profiling.cost_profile import CostProfile
-    from lightning_dcp.strategies.mixin import DCPStrategyMixin
+    from lightning_dcp.strategies.settings import DCPSettings
 
 #: Share of the device's memory that plans may use where the user sets no limit: the rest is for the
 #: allocator's fragmentation, communication buffers and the libraries.
@@ -69,12 +72,55 @@ class Preparation:
         return self.loader.sampler
 
 
+class PreparingStrategy(Protocol):
+    """What is asked of the strategy while its train loader is prepared."""
+
+    settings: DCPSettings
+    strategy_name: str
+
+    @property
+    def seed(self) -> int:
+        """Seed of the order of samples."""
+        ...
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        ...
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        ...
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """Lightning's; its name goes into the profile's fingerprint."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        ...
+
+    def fixed_bytes(self, pl_module: L.LightningModule) -> int:
+        """Bytes per rank that stay: parameters, gradients, optimizer state, buffers."""
+        ...
+
+    def move_micro_batch(self, batch: Any) -> Any:
+        """Move a batch to the device with the user's transfer hooks."""
+        ...
+
+    def profile_context(self) -> AbstractContextManager[Any]:
+        """Context in which a training step is measured."""
+        ...
+
+
 class TrainPreparer:
     """Turns the user's train loader into a plan-driven one; the cost profile is made once."""
 
     def __init__(
         self,
-        strategy: DCPStrategyMixin,
+        strategy: PreparingStrategy,
         trainer: L.Trainer,
         pl_module: L.LightningModule,
         runtime: BlockRuntime,
@@ -87,7 +133,7 @@ class TrainPreparer:
         self._topology = topology
         self._profile: tuple[CostProfile, bool] | None = None
         #: Bytes per rank that stay: parameters, gradients, optimizer state, buffers.
-        self.fixed_bytes = max(gather_objects(strategy._fixed_bytes(pl_module)))
+        self.fixed_bytes = max(gather_objects(strategy.fixed_bytes(pl_module)))
         self._seen_combined_loader: object = _NEVER
 
     def prepare(self, dataloader: DataLoader[Any]) -> Preparation:

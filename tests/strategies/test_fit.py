@@ -310,7 +310,7 @@ def fit_with_a_heavy_engine(rank: int) -> dict[str, Any]:
 
     planning = PlanningOptions(memory_limit_bytes=200_000)
     strategy, model = Heavy(planning=planning, profiling=FAST), LoggingLM(width=8, num_blocks=2)
-    assumed = strategy._fixed_bytes(model)
+    assumed = strategy.fixed_bytes(model)
     gradients = sum(4 * p.numel() for p in model.parameters())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -295,7 +295,7 @@ def one_rank_has_no_such_blocks(rank: int) -> str:
 
 def fits_nowhere(rank: int) -> str:
     """A limit under which the longest sample needs more than two ranks can give."""
-    fixed = DCPDDPStrategy()._fixed_bytes(ToyLM())
+    fixed = DCPDDPStrategy().fixed_bytes(ToyLM())
     strategy = DCPDDPStrategy(
         planning=PlanningOptions(memory_limit_bytes=fixed + 30_000), profiling=FAST
     )
@@ -307,7 +307,7 @@ def fits_nowhere(rank: int) -> str:
 
 
 def too_long_is_skipped(rank: int) -> tuple[tuple[int, ...], int]:
-    fixed = DCPDDPStrategy()._fixed_bytes(ToyLM())
+    fixed = DCPDDPStrategy().fixed_bytes(ToyLM())
     planning = PlanningOptions(memory_limit_bytes=fixed + 30_000, on_too_long="skip")
     strategy = DCPDDPStrategy(planning=planning, profiling=FAST)
     trainer = fit(rank, data=loader([3, 4, 5, 6, 4, 3, 2, 500]), strategy=strategy)

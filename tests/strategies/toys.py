@@ -80,7 +80,7 @@ class ToyLM(L.LightningModule):
     def losses(self, batch: dict[str, Tensor]) -> Tensor:
         """What the loss is a mean over: (num_targets,) of labelled elements, or (B,) of samples."""
         logits = self(batch["ids"])
-        labels = batch["targets"] if "targets" in batch else batch["labels"]
+        labels = batch["y"] if "y" in batch else batch["labels"]
         each = F.cross_entropy(
             logits.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none"
         )
@@ -94,7 +94,7 @@ class ToyLM(L.LightningModule):
         if self.report_targets:
             return {
                 "loss": loss,
-                "num_targets": (batch["targets"] != IGNORE).sum(),
+                "num_targets": (batch["y"] != IGNORE).sum(),
                 "mine": batch_idx,
             }
         return loss
@@ -144,7 +144,7 @@ def pad(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
 def pad_hidden_labels(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
     """The same with labels under a name that nobody would look for."""
     batch = pad(samples)
-    return {"ids": batch["ids"], "targets": batch["labels"], "id": batch["id"]}
+    return {"ids": batch["ids"], "y": batch["labels"], "id": batch["id"]}
 
 
 def loader(lengths: Sequence[int], batch_size: int = 2, **kwargs: Any) -> DataLoader[Any]:

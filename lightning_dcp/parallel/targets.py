@@ -1,0 +1,38 @@
+"""How many elements of a micro-batch bear loss: what its mean loss weighs (DESIGN.md section 9)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["count_targets"]
+
+_LABEL_NAMES = ("labels", "label", "targets", "target")
+
+
+def count_targets(batch: Any, ignore_index: int = -100) -> int | None:
+    """Loss-bearing elements of a batch, from its labels.
+
+    Args:
+        batch: a mapping, or an object with attributes; its ``labels`` (or ``label``, ``targets``,
+            ``target``) is used.
+        ignore_index: integer labels with this value do not count. Labels of another dtype
+            (regression) all count.
+
+    Returns:
+        The count, or None where no labels are found.
+    """
+    labels = None
+    for name in _LABEL_NAMES:
+        value = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
+        if isinstance(value, Tensor):
+            labels = value
+            break
+    if labels is None:
+        return None
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        return labels.numel()
+    return int((labels != ignore_index).sum())

@@ -1,0 +1,20 @@
+"""Loss weights: elements count once, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import types
+
+import torch
+
+from lightning_dcp.parallel import count_targets
+
+
+def test_count():
+    labels = torch.tensor([[1, -100, 2], [-100, 0, 3]])
+    assert count_targets({"labels": labels}) == 4
+    assert count_targets({"labels": labels}, shift=True) == 3
+    assert count_targets({"targets": labels}, ignore_index=0) == 5
+    assert count_targets(types.SimpleNamespace(label=labels)) == 4
+    assert count_targets({"labels": torch.randn(2, 5)}) == 10
+    assert count_targets({"input_ids": labels}) is None
+    assert count_targets((labels, labels)) is None
