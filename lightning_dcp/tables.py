@@ -114,7 +114,7 @@ def summary_table(values: dict[str, Any], num_iterations: int) -> RenderableType
         title=f"DCP: predicted and measured over {num_iterations:,} iterations",
         title_justify="left",
     )
-    for heading in ("", "predicted", "measured", "median ratio"):
+    for heading in ("", "predicted", "measured", "measured / predicted, median"):
         table.add_column(heading, justify="left" if not heading else "right")
 
     def number(name: str) -> float:
@@ -185,7 +185,7 @@ def static_lines(planner: EpochPlanner) -> list[str]:
             f"Predicted by the cost model, {name}: {format_count(speeds[-1])} tokens/s, idle share "
             f"{epoch.predicted_idle_share:.1%}"
         )
-    lines[-1] += f"; DCP is {speeds[0] / speeds[1]:.2f} times as fast"
+    lines[-1] += f"; by it DCP is {speeds[0] / speeds[1]:.2f} times as fast"
     return lines
 
 

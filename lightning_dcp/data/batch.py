@@ -17,11 +17,14 @@ class PlanKey(NamedTuple):
         iteration: Index of the iteration within the epoch.
         sample_ids: Sample ids of each micro-batch of this rank, in plan order. Empty for a rank
             that has nothing to run in this iteration.
+        rng_keys: What random numbers are keyed by while a micro-batch is read and collated; alike
+            on all ranks that run it. Empty where they are not managed.
     """
 
     epoch: int
     iteration: int
     sample_ids: tuple[tuple[int, ...], ...]
+    rng_keys: tuple[tuple[int, ...], ...] = ()
 
 
 class IterationSamples(NamedTuple):
@@ -31,11 +34,13 @@ class IterationSamples(NamedTuple):
         epoch: Epoch the plan belongs to.
         iteration: Index of the iteration within the epoch.
         samples: One list of samples per micro-batch.
+        rng_keys: As in `PlanKey`.
     """
 
     epoch: int
     iteration: int
     samples: list[list[Any]]
+    rng_keys: tuple[tuple[int, ...], ...] = ()
 
 
 class IterationBatch(NamedTuple):

@@ -11,11 +11,13 @@ function, workers and their start, pinning, prefetching, generator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import (
@@ -33,6 +35,7 @@ from lightning_dcp.data._lightning_compat import remake_subclass
 from lightning_dcp.data.batch import IterationBatch, IterationSamples, PlanKey
 from lightning_dcp.data.sampler import Planner, PlanSampler
 from lightning_dcp.data.samples import fetch_samples, truncate_sample
+from lightning_dcp.parallel import rng
 
 Collate = Callable[[list[Any]], Any]
 Truncate = Callable[[Any, int], Any]
@@ -167,11 +170,12 @@ class PlanDataset(Dataset[IterationSamples]):
 
     @override
     def __getitem__(self, key: PlanKey) -> IterationSamples:
-        samples = [
-            [self._cut(i, sample) for i, sample in zip(ids, self._read(ids), strict=True)]
-            for ids in key.sample_ids
-        ]
-        return IterationSamples(key.epoch, key.iteration, samples)
+        samples = []
+        for index, ids in enumerate(key.sample_ids):
+            with _drawing_alike(key.rng_keys, index, 0):
+                read = zip(ids, self._read(ids), strict=True)
+                samples.append([self._cut(i, sample) for i, sample in read])
+        return IterationSamples(key.epoch, key.iteration, samples, key.rng_keys)
 
     def _read(self, sample_ids: tuple[int, ...]) -> list[Any]:
         return fetch_samples(self._dataset, sample_ids)
@@ -198,6 +202,22 @@ class PlanDataset(Dataset[IterationSamples]):
             setattr(self._dataset, name, value)
 
 
+@contextmanager
+def _drawing_alike(rng_keys: tuple[tuple[int, ...], ...], index: int, stage: int) -> Iterator[None]:
+    """Seed torch, `random` and numpy for one micro-batch, and put them back.
+
+    The ranks of an SP group load the same micro-batch, each in a worker of its own: augmentation
+    and masking must come out the same, or they would compute on different inputs.
+    """
+    if not rng_keys:
+        yield
+        return
+    cpu = torch.device("cpu")
+    with rng.preserved(cpu):
+        rng.seed(cpu, (*rng_keys[index], stage))
+        yield
+
+
 @dataclass(frozen=True)
 class PlanCollate:
     """Applies the user's collate function to each micro-batch, in the worker.
@@ -210,7 +230,10 @@ class PlanCollate:
 
     def __call__(self, samples: IterationSamples) -> IterationBatch:
         """Collate one iteration."""
-        micro_batches = [self.collate(micro_batch) for micro_batch in samples.samples]
+        micro_batches = []
+        for index, micro_batch in enumerate(samples.samples):
+            with _drawing_alike(samples.rng_keys, index, 1):
+                micro_batches.append(self.collate(micro_batch))
         return IterationBatch(samples.epoch, samples.iteration, micro_batches)
 
 

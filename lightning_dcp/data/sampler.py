@@ -104,7 +104,15 @@ class PlanSampler(DistributedSampler[Any]):
         # iterators).
         epoch = self.epoch
         plans = self.plans(epoch)
+        seed = int(getattr(self.planner, "seed", 0))
         first, self._first_iteration = self._first_iteration, 0
         for iteration in range(first, len(plans)):
-            micro_batches = plans[iteration].for_rank(self.rank)
-            yield PlanKey(epoch, iteration, tuple(mb.sample_ids for mb in micro_batches))
+            plan = plans[iteration]
+            yield PlanKey(
+                epoch,
+                iteration,
+                tuple(mb.sample_ids for mb in plan.for_rank(self.rank)),
+                tuple(
+                    (seed, epoch, iteration, index) for index in plan.indices_for_rank(self.rank)
+                ),
+            )

@@ -181,17 +181,19 @@ class BlockRuntime:
             return None
         if sp_size not in self.topology.sp_sizes:
             return f"no aligned block of {sp_size} ranks in a world of {self.topology.world_size}"
+        no_attention = (
+            f"no attention call was seen in {self.stack.path}: call "
+            f"F.scaled_dot_product_attention, or lightning_dcp.attention in its place"
+        )
         try:
             signature = self._learned()
         except ValueError as error:
-            return str(error)
+            seen = [o for o in self.observations if o.calls]
+            return str(error) if seen or not self.observations else no_attention
         if signature.obstacles:
             return signature.obstacles[0]
         if not signature.attention_heads:
-            return (
-                f"no attention call was seen in {self.stack.path}: call "
-                f"F.scaled_dot_product_attention, or lightning_dcp.attention in its place"
-            )
+            return no_attention
         for num_heads, num_kv_heads in sorted(signature.attention_heads):
             reason = heads_reason(num_heads, num_kv_heads, sp_size)
             if reason is not None:

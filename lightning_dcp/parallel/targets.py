@@ -17,22 +17,30 @@ def count_targets(batch: Any, ignore_index: int = -100) -> int | None:
     """Loss-bearing elements of a batch, from its labels.
 
     Args:
-        batch: a mapping, or an object with attributes; its ``labels`` (or ``label``, ``targets``,
-            ``target``) is used.
+        batch: a mapping, or an object with attributes, whose ``labels`` (or ``label``, ``targets``,
+            ``target``) is used; or a pair of input and target, as torch's data sets give them.
         ignore_index: integer labels with this value do not count. Labels of another dtype
             (regression) all count.
 
     Returns:
         The count, or None where no labels are found.
     """
-    labels = None
-    for name in _LABEL_NAMES:
-        value = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
-        if isinstance(value, Tensor):
-            labels = value
-            break
+    labels = _labels(batch)
     if labels is None:
         return None
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         return labels.numel()
     return int((labels != ignore_index).sum())
+
+
+def _labels(batch: Any) -> Tensor | None:
+    for name in _LABEL_NAMES:
+        value = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
+        if isinstance(value, Tensor):
+            return value
+    if isinstance(batch, list | tuple) and len(batch) == 2:
+        target = batch[1]
+        # A second tensor of truth values is a mask, not a target.
+        if isinstance(target, Tensor) and target.dtype != torch.bool:
+            return target
+    return None

@@ -43,10 +43,15 @@ def time_features(
 def memory_features(
     batch_size: FloatArray, seq_len: FloatArray, sp_size: FloatArray | float
 ) -> FloatArray:
-    """(n, 5): ``1, b, b s`` (kept whole on each rank), ``b s / p, b s^2 / p`` (shared)."""
+    """(n, 6): ``1, b, b s`` (whole), ``b s / p, b s^2 / p`` (shared), ``b s^2`` at p = 1 only.
+
+    The last is for attention that keeps its weights where the sequence is whole, such as
+    ``nn.MultiheadAttention`` with ``need_weights=True``, and does without where it is shared.
+    """
     tokens = batch_size * seq_len
     shared = tokens / sp_size
-    columns = [np.ones_like(tokens), batch_size, tokens, shared, shared * seq_len]
+    whole = np.where(np.asarray(sp_size) == 1, tokens * seq_len, 0.0)
+    columns = [np.ones_like(tokens), batch_size, tokens, shared, shared * seq_len, whole]
     return np.stack(columns, axis=-1)
 
 

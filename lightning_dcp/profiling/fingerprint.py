@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import platform
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -23,7 +24,7 @@ from torch import nn
 from lightning_dcp.profiling.options import ProfilingOptions
 
 # Part of every key: raise it when the meaning of a measured number changes.
-MEASUREMENT_VERSION = 1
+MEASUREMENT_VERSION = 2
 _LIBRARIES = ("torch", "lightning_dcp", "lightning", "flash-attn")
 
 
@@ -83,6 +84,7 @@ def profile_fingerprint(
         "blocks": _structure(blocks),
         "num_blocks": str(len(blocks)),
         "code": _code(module),
+        "settings": _settings(module),
         "model": type(module).__qualname__,
         "num_parameters": str(sum(p.numel() for p in module.parameters())),
         "num_trainable": str(sum(p.numel() for p in module.parameters() if p.requires_grad)),
@@ -141,20 +143,65 @@ def _structure(blocks: Sequence[nn.Module]) -> str:
 
 
 def _code(module: nn.Module) -> str:
-    """Digest of the source of all classes of the model, save torch's own.
+    """Digest of the source behind all classes of the model, save torch's and Lightning's own.
 
-    A changed ``forward`` or ``training_step`` need not show in any shape. Classes whose source
-    cannot be had (defined in an interpreter) count by name only.
+    A changed ``forward`` or ``training_step`` need not show in any shape. Whole source files count,
+    of base classes too: helper functions stand there. Classes whose source cannot be had (defined
+    in an interpreter) count by name only.
+    """
+    classes = {base for part in module.modules() for base in type(part).__mro__}
+    names = {cls.__module__ for cls in classes if not _has_version(cls.__module__)}
+    digest = hashlib.sha256()
+    for name in sorted(names):
+        try:
+            source = inspect.getsource(sys.modules[name])
+        except (OSError, TypeError, KeyError):
+            source = ""
+        digest.update(f"{name}\n{source}\n".encode())
+    for cls in sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__)):
+        digest.update(f"{cls.__module__}.{cls.__qualname__}\n".encode())
+    return digest.hexdigest()
+
+
+def _has_version(module_name: str) -> bool:
+    """Whether a version in the key already stands for this module's code."""
+    package = module_name.partition(".")[0]
+    return package in {"torch", "lightning", "torchmetrics", "lightning_dcp", "builtins", "typing"}
+
+
+def _settings(module: nn.Module) -> str:
+    """Digest of the plain attributes of all parts: a flag may change what ``forward`` does.
+
+    Numbers of the outermost module are left out: they are learning rates and the like, and a sweep
+    over them should not measure again.
     """
     digest = hashlib.sha256()
-    own = {type(part) for part in module.modules() if not type(part).__module__.startswith("torch")}
-    for cls in sorted(own, key=lambda cls: (cls.__module__, cls.__qualname__)):
-        try:
-            source = inspect.getsource(cls)
-        except (OSError, TypeError):
-            source = ""
-        digest.update(f"{cls.__qualname__}\n{source}\n".encode())
+    for name, part in module.named_modules():
+        kinds: tuple[type, ...] = (bool, int, str, bytes, type(None), tuple, list, dict)
+        if part is not module:
+            kinds = (*kinds, float)
+        for key, value in sorted(vars(part).items()):
+            if key.startswith("_") or key == "training":
+                continue
+            text = repr(value) if isinstance(value, kinds) else _config(value)
+            if " at 0x" in text:  # an address differs from run to run
+                text = type(value).__qualname__
+            digest.update(f"{name}.{key}={text}\n".encode())
     return digest.hexdigest()
+
+
+def _config(value: object) -> str:
+    """Text of an object that holds settings: its class and its plain attributes."""
+    try:
+        attributes = vars(value)
+    except TypeError:
+        attributes = {}
+    plain = {
+        key: item
+        for key, item in sorted(attributes.items())
+        if isinstance(item, bool | int | float | str | tuple | list | dict | type(None))
+    }
+    return f"{type(value).__qualname__}({plain!r})"
 
 
 def _length_quantiles(lengths: np.ndarray) -> list[int]:

@@ -44,7 +44,12 @@ def same_tensors_on_all_ranks(tensors: Iterable[Tensor]) -> None:
         return
     with torch.no_grad():
         for tensor in tensors:
-            dist.broadcast(tensor.detach(), src=0)
+            if tensor.numel() == 0:
+                continue
+            # As bytes: not every backend sends every type.
+            sent = tensor.detach().clone(memory_format=torch.contiguous_format)
+            dist.broadcast(sent.view(-1).view(torch.uint8), src=0)
+            tensor.detach().copy_(sent)
 
 
 def collectively(what: str, work: Callable[[], T]) -> T:

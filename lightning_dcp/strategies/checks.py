@@ -81,6 +81,12 @@ def check_module(pl_module: L.LightningModule, strategy_name: str) -> None:
             " once per micro-batch with an ordinary batch. Use the signature"
             " training_step(self, batch, batch_idx)."
         )
+    for path, module in pl_module.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise MisconfigurationException(
+                f"{name}.{path} has sparse gradients (sparse=True), which cannot be accumulated and"
+                f" reduced under strategy='{strategy_name}'. Use sparse=False."
+            )
     for path, metric in pl_module.named_modules():
         if isinstance(metric, Metric) and metric.dist_sync_on_step:
             raise MisconfigurationException(

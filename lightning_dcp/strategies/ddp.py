@@ -40,14 +40,18 @@ class DCPDDPStrategy(DCPStrategyMixin):
             as `model.layers`; by default the longest run of same-class modules.
         sequence_dims: for arguments of a block (by name or position) the dimension that runs along
             the sequence, or null for arguments that stay whole; by default learned while profiling.
-        loss_average: what the loss that `training_step` returns is a mean over: `tokens` or
-            `samples`.
+        loss_average: what the loss that `training_step` returns is a mean over: `tokens`,
+            `samples`, or `auto`: the labels that bear loss, as found in the batch (`labels`,
+            `label`, `targets` or `target`, or the second of two tensors), else tokens, with a
+            warning.
         ignore_index: label that bears no loss.
         timeout: of collectives.
         kwargs: further arguments of Lightning's `DDPStrategy`.
     """
 
     strategy_name = "dcp_ddp"
+    #: Names of the parameters that DDP reduces.
+    _reduced: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -56,7 +60,7 @@ class DCPDDPStrategy(DCPStrategyMixin):
         profiling: ProfilingOptions = ProfilingOptions(),
         blocks: str | None = None,
         sequence_dims: dict[str, int | None] | None = None,
-        loss_average: LossAverage = "tokens",
+        loss_average: LossAverage = "auto",
         ignore_index: int = -100,
         **kwargs: Any,
     ) -> None:
@@ -85,9 +89,15 @@ class DCPDDPStrategy(DCPStrategyMixin):
         # DDP lays its buckets out anew after the first reduction, and another layout rounds sums
         # differently: a resumed run would not be, bit for bit, the one that was interrupted. Two
         # reductions of zeros settle the layout before the first iteration.
+        self._reduced = self._trainable()
         for _ in range(2):
             self._reduce_gradients()
         self.lightning_module.zero_grad(set_to_none=True)
+
+    def _trainable(self) -> frozenset[str]:
+        assert self.lightning_module is not None
+        named = self.lightning_module.named_parameters()
+        return frozenset(name for name, p in named if p.requires_grad)
 
     @override
     def _forward_training_step(self, *args: Any) -> Any:
@@ -99,6 +109,13 @@ class DCPDDPStrategy(DCPStrategyMixin):
     def _reduce_gradients(self) -> None:
         assert isinstance(self.model, DistributedDataParallel) and self.lightning_module is not None
         pl_module = self.lightning_module
+        if self._trainable() != self._reduced:
+            changed = ", ".join(sorted(self._trainable() ^ self._reduced))
+            raise RuntimeError(
+                f"`requires_grad` of {changed} was changed during training. DDP reduces the"
+                " parameters that were trainable when `fit` began: ranks would drift apart. Set"
+                " `requires_grad` before `fit`, and call `fit` again to change it."
+            )
 
         def closing(*_: Any, **__: Any) -> Tensor:
             return zero_for(p for p in pl_module.parameters() if p.requires_grad)

@@ -59,8 +59,10 @@ class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
             as `model.layers`; by default the longest run of same-class modules.
         sequence_dims: for arguments of a block (by name or position) the dimension that runs along
             the sequence, or null for arguments that stay whole; by default learned while profiling.
-        loss_average: what the loss that `training_step` returns is a mean over: `tokens` or
-            `samples`.
+        loss_average: what the loss that `training_step` returns is a mean over: `tokens`,
+            `samples`, or `auto`: the labels that bear loss, as found in the batch (`labels`,
+            `label`, `targets` or `target`, or the second of two tensors), else tokens, with a
+            warning.
         ignore_index: label that bears no loss.
         config: a DeepSpeed config (path or dict) to use instead of the default one. It must ask for
             ZeRO stage 1, or leave the stage out.
@@ -83,7 +85,7 @@ class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
         profiling: ProfilingOptions = ProfilingOptions(),
         blocks: str | None = None,
         sequence_dims: dict[str, int | None] | None = None,
-        loss_average: LossAverage = "tokens",
+        loss_average: LossAverage = "auto",
         ignore_index: int = -100,
         config: str | Path | dict[str, Any] | None = None,
         stage: int = 1,
@@ -206,6 +208,15 @@ class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
         return {"scale_wrt_gas": False}
 
     @override
+    def _gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        # Where the type of accumulated gradients is not the parameters' own, DeepSpeed moves each
+        # gradient away after every backward pass.
+        optimizer: Any = self.deepspeed_engine.optimizer
+        if getattr(optimizer, "use_grad_accum_attribute", False):
+            return getattr(parameter, "grad_accum", None)
+        return parameter.grad
+
+    @override
     def _reduce_gradients(self) -> None:
         """Give every parameter a gradient; the engine's `step` reduces them.
 
@@ -214,7 +225,9 @@ class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
         """
         assert self.lightning_module is not None
         missing = [
-            p for p in self.lightning_module.parameters() if p.requires_grad and p.grad is None
+            p
+            for p in self.lightning_module.parameters()
+            if p.requires_grad and self._gradient(p) is None
         ]
         if missing:
             self.deepspeed_engine.backward(zero_for(missing), scale_wrt_gas=False)

@@ -34,8 +34,8 @@ def zero_for(parameters: Iterable[Tensor]) -> Tensor:
     return zero
 
 
-def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
-    """Multiply the gradients that `parameters` have by `factor`, in place."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
+def scale(gradients: Iterable[Tensor | None], factor: float) -> None:
+    """Multiply those of `gradients` that exist by `factor`, in place."""
+    existing = [g for g in gradients if g is not None]
+    if existing:
+        torch._foreach_mul_(existing, factor)

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from lightning_dcp.profiling.memory_meter import MemoryMeter
     from lightning_dcp.strategies.iteration_logs import IterationLogs
 
-LossAverage = Literal["tokens", "samples"]
+LossAverage = Literal["auto", "tokens", "samples"]
 
 
 class StepHost(Protocol):
@@ -75,7 +76,6 @@ class IterationState:
     targets: float = 0.0
     #: Sum over this rank's micro-batches of loss * n/p; () float64.
     loss_sum: Tensor | float = 0.0
-    loss_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     laps: list[Lap] = field(default_factory=list)
 
     def busy_s(self) -> float:
@@ -169,8 +169,8 @@ class IterationRunner:
         self._open = ExitStack()
         self._queue: Iterator[_Pending] = iter(())
         self._rest: tuple[Any, ...] = ()
-        self._extras: dict[str, Any] = {}
         self._bears_loss = False
+        self._told_of_tokens = False
         self.state: IterationState | None = None
         #: Whether a micro-batch is running: no collective over all ranks may start then.
         self.inside_micro_batch = False
@@ -198,23 +198,20 @@ class IterationRunner:
         self.memory.start_iteration()
         self.state = IterationState(plan, reference_targets=expected or 1.0, started_s=started_s)
 
-    def first_forward(self, *rest: Any) -> dict[str, Any]:
+    def first_forward(self, *rest: Any) -> Tensor:
         """Forward pass of this rank's first micro-batch.
 
         Args:
             rest: further arguments of `training_step`, such as `batch_idx`.
 
         Returns:
-            What Lightning takes for the output of `training_step`: under "loss" the weighted loss
-            (a zero that depends on nothing where the rank has no micro-batch), and whatever else
-            the user's step returned for this micro-batch.
+            () its weighted loss; a zero that depends on nothing where the rank has no micro-batch.
+            Whatever else the step returned is left out: it would be of one micro-batch, and
+            missing on ranks that have none.
         """
         self._rest = rest
-        self._extras = {}
         loss = self._next_forward()
-        if loss is None:
-            loss = torch.zeros((), device=self._device, requires_grad=True)
-        return {**self._extras, "loss": loss}
+        return torch.zeros((), device=self._device, requires_grad=True) if loss is None else loss
 
     def drain(self, first_loss: Tensor) -> None:
         """Backward pass of the first micro-batch, then forward and backward of all others."""
@@ -234,7 +231,17 @@ class IterationRunner:
         if self._loss_average == "samples":
             return float(micro_batch.batch_size)
         counted = count_targets(data, ignore_index=self._ignore_index)
-        return float(micro_batch.num_tokens if counted is None else counted)
+        if counted is not None:
+            return float(counted)
+        if self._loss_average == "auto" and not self._told_of_tokens:
+            self._told_of_tokens = True
+            rank_zero_warn(
+                f"DCP: no labels were found in the batch (a {type(data).__name__}), so losses are"
+                " weighted as means over tokens. If yours is a mean over samples, set"
+                " loss_average='samples'; if over tokens, loss_average='tokens'; if over anything"
+                " else, return {'loss': loss, 'num_targets': n} from `training_step`."
+            )
+        return float(micro_batch.num_tokens)
 
     def _next_forward(self) -> Tensor | None:
         """Forward pass of the next micro-batch; its weighted loss, or None if none is left."""
@@ -246,9 +253,8 @@ class IterationRunner:
         share = 1.0 / micro_batch.sp_size
         group = self._topology.group(micro_batch.first_rank, micro_batch.sp_size)
         try:
-            data = self._host.move_micro_batch(pending.data)
             self.state.laps.append(Lap(self._device))
-            self._logs.start_micro_batch(weight=pending.expected_targets, share=share)
+            self._logs.start_micro_batch(share=share)
             self._open.enter_context(
                 self._runtime.micro_batch(
                     group=group,
@@ -259,6 +265,8 @@ class IterationRunner:
             if group.rank_in_group:
                 self._open.enter_context(_counted_by_another_rank(self._metrics))
             self.inside_micro_batch = True
+            # In here, so that what the user's transfer hooks draw is alike in the group.
+            data = self._host.move_micro_batch(pending.data)
             shape = (
                 micro_batch.batch_size,
                 micro_batch.seq_len,
@@ -268,15 +276,13 @@ class IterationRunner:
             with self.memory.forward(shape, micro_batch.recompute_blocks):
                 output = self._host.forward_micro_batch(data, *self._rest)
             loss, num_targets = _loss_and_targets(output, pending)
+            self._logs.finish_micro_batch(weight=num_targets)
         except BaseException:
             self.abort()
             raise
-        if isinstance(output, Mapping):
-            self._extras = {k: v for k, v in output.items() if k != "loss"}
         # The mean over nothing is NaN: it bears no loss and must not reach the gradients. All ranks
         # of the group see the same count, so all of them leave the backward pass out.
         self._bears_loss = num_targets > 0
-        self.state.loss_dtype = loss.dtype
         if self._bears_loss:
             self.state.targets += num_targets * share
             self.state.loss_sum = self.state.loss_sum + loss.detach().double() * (

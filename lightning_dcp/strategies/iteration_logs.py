@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -39,10 +39,11 @@ class LogKey:
     metric_attribute: str | None = None
 
 
-class _Entry(NamedTuple):
+@dataclass
+class _Entry:
     value: Tensor  # () float64
-    weight: float  # of a mean: elements (or batch_size) of the micro-batch, times share
     share: float  # 1/p
+    weight: float | None  # of a mean: elements (or batch_size) of the micro-batch, times share
 
 
 class IterationLogs:
@@ -75,28 +76,38 @@ class IterationLogs:
         self._agreed: list[LogKey] = []
         self._values: dict[LogKey, list[_Entry]] = {}
         self._metrics: set[LogKey] = set()
-        self._weight = 0.0
         self._share = 1.0
+        #: Logged in the running micro-batch, whose elements are not counted yet.
+        self._unsettled: list[_Entry] = []
 
-    def start_micro_batch(self, *, weight: float, share: float) -> None:
-        """Set how what is logged from now on counts.
+    def start_micro_batch(self, *, share: float) -> None:
+        """Take up a micro-batch.
 
         Args:
-            weight: loss-bearing elements of the micro-batch, the default weight of a mean.
             share: 1/p: this rank's part of a micro-batch that p ranks run together.
         """
-        self._weight = weight
         self._share = share
+
+    def finish_micro_batch(self, *, weight: float) -> None:
+        """Weight what was logged in the micro-batch without a `batch_size`.
+
+        Args:
+            weight: loss-bearing elements of the micro-batch, known once its step has returned.
+        """
+        for entry in self._unsettled:
+            entry.weight = weight * entry.share
+        self._unsettled.clear()
 
     def add(self, fx: str, name: str, value: Tensor, meta: dict[str, Any]) -> None:
         """Take one logged value; the arguments are those of Lightning's result collection."""
         batch_size = meta.get("batch_size")
-        weight = self._weight if batch_size is None else float(batch_size)
         entry = _Entry(
-            value.detach().to(device=self._device, dtype=torch.float64).mean(),
-            weight * self._share,
-            self._share,
+            value=value.detach().to(device=self._device, dtype=torch.float64).mean(),
+            share=self._share,
+            weight=None if batch_size is None else float(batch_size) * self._share,
         )
+        if entry.weight is None:
+            self._unsettled.append(entry)
         self._values.setdefault(_key(fx, name, meta), []).append(entry)
 
     def add_metric(self, fx: str, name: str, metric: Metric, meta: dict[str, Any]) -> None:
@@ -131,6 +142,7 @@ class IterationLogs:
         """Forget what was collected."""
         self._values.clear()
         self._metrics.clear()
+        self._unsettled.clear()
 
     def _unknown(self) -> list[LogKey]:
         known = set(self._agreed)
@@ -143,7 +155,9 @@ class IterationLogs:
         for key in self._agreed:
             entries = self._values.get(key, [])
             parts.append(zero + _local(key.reduce, entries))
-            parts.append(zero + sum(e.weight if key.reduce == "mean" else e.share for e in entries))
+            parts.append(
+                zero + sum(_weight(e) if key.reduce == "mean" else e.share for e in entries)
+            )
         return torch.stack(parts)
 
 
@@ -169,11 +183,16 @@ def _key(fx: str, name: str, meta: dict[str, Any], *, is_metric: bool = False) -
     )
 
 
+def _weight(entry: _Entry) -> float:
+    assert entry.weight is not None, "a micro-batch was not finished"
+    return entry.weight
+
+
 def _local(reduce: str, entries: Sequence[_Entry]) -> Tensor | float:
     """This rank's contribution of one key."""
     if reduce == "mean":
         # Weight zero must not let a NaN through: 0 * NaN is NaN.
-        return sum((e.value * e.weight for e in entries if e.weight > 0.0), torch.tensor(0.0))
+        return sum((e.value * _weight(e) for e in entries if _weight(e) > 0.0), torch.tensor(0.0))
     if reduce == "sum":
         return sum((e.value * e.share for e in entries), torch.tensor(0.0))
     if not entries:

@@ -47,7 +47,7 @@ from lightning_dcp.strategies.checks import (
     check_trainer,
     one_optimizer,
 )
-from lightning_dcp.strategies.gradients import scale_gradients
+from lightning_dcp.strategies.gradients import scale
 from lightning_dcp.strategies.iteration import IterationRunner
 from lightning_dcp.strategies.iteration_logs import IterationLogs
 from lightning_dcp.strategies.preparation import Preparation, TrainPreparer
@@ -119,6 +119,10 @@ class DCPStrategyMixin(PlannedCheckpoints):
     def _backward_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of the engine's backward pass."""
         return {}
+
+    def _gradient(self, parameter: torch.nn.Parameter) -> Tensor | None:
+        """What has accumulated for a parameter and is not reduced yet."""
+        return parameter.grad
 
     def _reduce_gradients(self) -> None:
         """Reduce the accumulated gradients of all ranks, or ready them for the engine's step."""
@@ -323,9 +327,10 @@ class DCPStrategyMixin(PlannedCheckpoints):
         rows = self._logs.reduce_and_file(figures)
         self._exchanged_s = time.perf_counter()
         targets = float(rows[:, 0].sum())
-        self._iteration_loss = (rows[:, 1].sum() / (targets or 1.0)).to(state.loss_dtype)
+        self._iteration_loss = rows[:, 1].sum() / (targets or 1.0)
         if targets > 0 and targets != state.reference_targets:
-            scale_gradients(self.lightning_module.parameters(), state.reference_targets / targets)
+            factor = state.reference_targets / targets
+            scale([self._gradient(p) for p in self.lightning_module.parameters()], factor)
         self._reduce_gradients()
         self.last_report = IterationReport(
             plan=state.plan,

@@ -190,6 +190,7 @@ class TrainPreparer:
             planner.inputs,
             "Start every rank with the same code, data, options and libraries.",
         )
+        _tell_of_too_long(planner, lengths)
         loader = collectively(
             "Rebuilding the train loader",
             lambda: build_plan_loader(
@@ -297,7 +298,12 @@ class TrainPreparer:
             lengths=lengths,
             options=options,
             attention_backend=kernel_name(self._strategy.root_device),
-            extra={"fixed_bytes": str(fixed), "strategy": self._strategy.strategy_name},
+            extra={
+                "fixed_bytes": str(fixed),
+                "strategy": self._strategy.strategy_name,
+                "blocks": self._runtime.stack.path,
+                "sequence_dims": repr(dict(self._strategy.settings.sequence_dims or {})),
+            },
         ).digest
         profile, was_cached = load_or_measure(
             partial(self._measure, spec, lengths, sp_sizes, limit, fixed, fingerprint),
@@ -372,6 +378,22 @@ class TrainPreparer:
                 f" {self._topology.world_size} ranks; possible: {list(self._topology.sp_sizes)}."
             )
         return sizes
+
+
+def _tell_of_too_long(planner: EpochPlanner, lengths: npt.NDArray[np.int64]) -> None:
+    """Say how many samples `on_too_long` leaves out or cuts."""
+    if planner.skipped_ids:
+        longest = max(int(lengths[i]) for i in planner.skipped_ids)
+        rank_zero_warn(
+            f"DCP: on_too_long='skip' leaves out {len(planner.skipped_ids)} of {len(lengths)}"
+            f" samples, which do not fit into memory; the longest has length {longest}."
+        )
+    elif planner.truncate_to is not None:
+        cut = int((lengths > planner.truncate_to).sum())
+        rank_zero_warn(
+            f"DCP: on_too_long='truncate' cuts {cut} of {len(lengths)} samples to"
+            f" {planner.truncate_to} tokens, the longest that fit into memory."
+        )
 
 
 _NEVER = object()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import get_args
 
 from lightning_dcp.planning.options import PlanningOptions
 from lightning_dcp.profiling.options import ProfilingOptions
@@ -22,10 +23,10 @@ class DCPSettings:
     ignore_index: int
 
     def __post_init__(self) -> None:
-        if self.loss_average not in ("tokens", "samples"):
+        if self.loss_average not in get_args(LossAverage):
             raise ValueError(
                 f"loss_average={self.loss_average!r}: say whether the loss that `training_step`"
-                " returns is a mean over 'tokens' or over 'samples'."
+                " returns is a mean over 'tokens' or over 'samples', or leave it 'auto'."
             )
 
     @classmethod

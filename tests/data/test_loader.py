@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import pickle
+import random
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.data import _replace_dunder_methods
@@ -474,3 +477,55 @@ def test_subclasses_made_inside_a_hook_are_made_again_from_their_arguments() -> 
 def test_subclasses_that_cannot_be(loader: DataLoader, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         plan_loader(loader)
+
+
+class Augmented(TokenDataset):
+    """Draws from every global stream when a sample is read."""
+
+    def __getitem__(self, index: int) -> Any:
+        drawn = (random.random(), float(np.random.rand()), float(torch.rand(())))
+        return (index, drawn)
+
+
+def masking_collate(samples: list[Any]) -> list[Any]:
+    """As for masked language models: what is masked is drawn while collating."""
+    return [(index, *drawn, float(torch.rand(()))) for index, drawn in samples]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_ranks_that_share_a_sample_draw_the_same_for_it(num_workers: int) -> None:
+    """Whatever else each rank has loaded before, and wherever its workers stand."""
+    dataset = Augmented(LENGTHS)
+    planner = make_planner(LENGTHS, 4)
+    drawn: list[dict[int, Any]] = []
+    for rank in range(4):
+        torch.manual_seed(100 + rank)
+        random.seed(100 + rank)
+        loader = build_plan_loader(
+            DataLoader(dataset, batch_size=2, collate_fn=masking_collate, num_workers=num_workers),
+            planner,
+            rank=rank,
+            world_size=4,
+        )
+        batches = list(loader)
+        samples = [v for batch in batches for mb in batch.micro_batches for v in mb]
+        values = {index: numbers for index, *numbers in samples}
+        drawn.append(values)
+    shared = 0
+    for one, other in itertools.combinations(drawn, 2):
+        for index in one.keys() & other.keys():
+            shared += 1
+            assert one[index] == other[index]
+    assert shared > 0, "no sample was shared by two ranks: the test shows nothing"
+    everything = [v for values in drawn for v in values.values()]
+    assert len(set(map(tuple, everything))) > len(everything) // 2, "samples drew the same numbers"
+
+
+def test_loading_leaves_the_global_streams_alone() -> None:
+    loader = plan_loader(DataLoader(Augmented(LENGTHS), batch_size=2, collate_fn=masking_collate))
+    iterator = iter(loader)
+    before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+    next(iterator)
+    after = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]

@@ -23,7 +23,9 @@ def test_keys_are_this_ranks_micro_batches_in_order() -> None:
         assert len(sampler) == len(keys) == planner.num_iterations
         for iteration, (key, plan) in enumerate(zip(keys, plans, strict=True)):
             expected = tuple(mb.sample_ids for mb in plan.micro_batches if rank in mb.ranks)
-            assert key == PlanKey(2, iteration, expected)
+            places = plan.indices_for_rank(rank)
+            rng_keys = tuple((planner.seed, 2, iteration, place) for place in places)
+            assert key == PlanKey(2, iteration, expected, rng_keys)
             assert pickle.loads(pickle.dumps(key)) == key
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -118,3 +120,53 @@ class TestOptions:
         options = ProfilingOptions(lengths=[64, 16, 32, 16])
         assert options.lengths == (16, 32, 64)
         assert replace(options, repeats=1).lengths == (16, 32, 64)
+
+
+class Flagged(Block):
+    """Same parameters; a flag, a setting or a configuration decides what it computes."""
+
+    def __init__(self, mix: bool = False, window: float = 0.5, config: object = None) -> None:
+        super().__init__()
+        self.mix, self.window, self.config = mix, window, config
+
+
+class Config:
+    def __init__(self, causal: bool) -> None:
+        self.causal = causal
+
+
+@pytest.mark.parametrize(
+    "changed", [{"mix": True}, {"window": 0.25}, {"config": Config(causal=False)}]
+)
+def test_plain_attributes_change_the_key(changed: dict[str, object]) -> None:
+    """A cached profile says that sharding was checked: only for the same computation."""
+    settings = {"mix": False, "window": 0.5, "config": Config(causal=True)}
+    reference = key(model_of(cls=Flagged, **settings))
+    assert key(model_of(cls=Flagged, **settings)).digest == reference.digest
+    assert key(model_of(cls=Flagged, **(settings | changed))).differences(reference) == (
+        "settings",
+    )
+
+
+def test_numbers_of_the_outermost_module_do_not() -> None:
+    slow, fast = model_of(), model_of()
+    slow.learning_rate, fast.learning_rate = 1e-3, 1e-2
+    assert key(slow).digest == key(fast).digest
+
+
+def test_base_classes_and_helpers_count(tmp_path, monkeypatch) -> None:
+    source = "from torch import nn\nclass Base(nn.Linear):\n    scale = {}\n"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    digests = []
+    for number, scale in enumerate((1, 1, 2)):
+        (tmp_path / f"base{number}.py").write_text(source.format(scale))
+        (tmp_path / "blocks_under_test.py").write_text(
+            f"from base{number} import Base\nclass Own(Base):\n    pass\n"
+        )
+        for name in ("blocks_under_test",):
+            sys.modules.pop(name, None)
+        own = importlib.import_module("blocks_under_test").Own
+        model = nn.Sequential(own(2, 2), own(2, 2))
+        parts = key(model, blocks=list(model)).parts["code"]
+        digests.append(parts)
+    assert len(set(digests)) == 3, "other base modules, other keys"

@@ -76,6 +76,7 @@ class Watch(L.Callback):
     def __init__(self) -> None:
         self.gradients: list[dict[str, Tensor]] = []
         self.losses: list[float] = []
+        self.logged: list[float] = []
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
@@ -109,6 +110,8 @@ class Watch(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any
     ) -> None:
         self.losses.append(float(outputs["loss"]))
+        if "logged" in trainer.callback_metrics:
+            self.logged.append(float(trainer.callback_metrics["logged"]))
 
 
 def hand_planned(strategy: Any, plans: list[Plan]) -> None:
@@ -176,6 +179,7 @@ def train(
     return {
         "gradients": watch.gradients,
         "losses": watch.losses,
+        "logged": watch.logged,
         "parameters": {n: p.detach().clone() for n, p in model.named_parameters()},
         "global_step": trainer.global_step,
         "left_behind": [k for m in model.blocks for k in vars(m) if k == "forward"],
@@ -212,7 +216,8 @@ def test_the_plans_are_as_unequal_as_they_should_be() -> None:
 class TestExactness:
     def test_float32(self, world: World, name: str) -> None:
         wanted = wanted_of(20)
-        for result in world.run(train, name, 20):
+        results = world.run(train, name, 20)
+        for result in results:
             assert result["global_step"] == 20
             for step in range(3):  # later ones differ by what the steps before have rounded
                 assert (
@@ -222,6 +227,7 @@ class TestExactness:
             assert largest_relative_error(result["parameters"], wanted.parameters) <= 1e-5
             assert result["losses"] == pytest.approx(wanted.losses, rel=1e-5)
             assert result["left_behind"] == []
+            assert result["losses"] == results[0]["losses"], "the same on all ranks, idle ones too"
 
     def test_float64(self, world: World, name: str) -> None:
         wanted = wanted_of(3, name=name, double=True)
@@ -253,6 +259,7 @@ class TestExactness:
         ):
             assert largest_relative_error(result["gradients"][0], wanted.gradients[0]) <= 1e-12
             assert result["losses"][0] == pytest.approx(wanted.losses[0], rel=1e-12)
+            assert result["logged"] == pytest.approx(result["losses"], rel=1e-6)
 
     def test_loss_averaged_over_samples(self, world: World, name: str) -> None:
         wanted = wanted_of(3, name=name, double=True, mean_over="samples")

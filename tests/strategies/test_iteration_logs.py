@@ -63,8 +63,18 @@ class ThreadRanks:
         return filed
 
 
+WEIGHTS: dict[int, float] = {}
+
+
+def begin(logs: IterationLogs, weight: float, share: float) -> None:
+    """Start a micro-batch; `log` finishes it after each value, as if that were the last one."""
+    WEIGHTS[id(logs)] = weight
+    logs.start_micro_batch(share=share)
+
+
 def log(logs: IterationLogs, name: str, value: float, **meta: Any) -> None:
     logs.add("training_step", name, torch.tensor(value), meta)
+    logs.finish_micro_batch(weight=WEIGHTS.get(id(logs), 1.0))
 
 
 EXTRA = torch.zeros(1, dtype=torch.float64)
@@ -73,11 +83,11 @@ EXTRA = torch.zeros(1, dtype=torch.float64)
 def test_mean_is_weighted_by_elements_and_a_group_counts_once() -> None:
     def work(rank: int, logs: IterationLogs, filed: dict[str, float]) -> None:
         if rank in (0, 1):  # one micro-batch of 10 elements, run by both
-            logs.start_micro_batch(weight=10, share=0.5)
+            begin(logs, 10, 0.5)
             log(logs, "loss", 2.0)
         if rank == 2:
             for value, weight in ((4.0, 5), (8.0, 1)):
-                logs.start_micro_batch(weight=weight, share=1.0)
+                begin(logs, weight, 1.0)
                 log(logs, "loss", value)
         logs.reduce_and_file(EXTRA)  # rank 3 is idle
 
@@ -92,11 +102,11 @@ def test_mean_is_weighted_by_elements_and_a_group_counts_once() -> None:
 def test_other_reductions(reduce: str, wanted: float) -> None:
     def work(rank: int, logs: IterationLogs, filed: dict[str, float]) -> None:
         if rank < 2:
-            logs.start_micro_batch(weight=8, share=0.5)
+            begin(logs, 8, 0.5)
             log(logs, "x", 2.0, reduce_fx=reduce)
         elif rank == 2:
             for value, weight in ((4.0, 2), (8.0, 2)):
-                logs.start_micro_batch(weight=weight, share=1.0)
+                begin(logs, weight, 1.0)
                 log(logs, "x", value, reduce_fx=reduce)
         logs.reduce_and_file(EXTRA)
 
@@ -105,7 +115,7 @@ def test_other_reductions(reduce: str, wanted: float) -> None:
 
 def test_batch_size_of_the_call_replaces_the_elements() -> None:
     def work(rank: int, logs: IterationLogs, filed: dict[str, float]) -> None:
-        logs.start_micro_batch(weight=100, share=1.0)
+        begin(logs, 100, 1.0)
         log(logs, "x", float(rank), batch_size=1 + 2 * rank)
         logs.reduce_and_file(EXTRA)
 
@@ -117,7 +127,7 @@ def test_batch_size_of_the_call_replaces_the_elements() -> None:
 def test_keys_that_appear_late_and_on_one_rank_only() -> None:
     def work(rank: int, logs: IterationLogs, filed: dict[str, float]) -> None:
         for step in range(3):
-            logs.start_micro_batch(weight=1, share=1.0)
+            begin(logs, 1, 1.0)
             if rank == 0:
                 log(logs, "always", 1.0)
             if rank == 1 and step == 1:
@@ -133,7 +143,7 @@ def test_keys_that_appear_late_and_on_one_rank_only() -> None:
 
 def test_nothing_weighs_nothing_even_if_it_is_nan() -> None:
     def work(rank: int, logs: IterationLogs, filed: dict[str, float]) -> None:
-        logs.start_micro_batch(weight=0 if rank == 0 else 3, share=1.0)
+        begin(logs, 0 if rank == 0 else 3, 1.0)
         log(logs, "loss", float("nan") if rank == 0 else 2.0)
         logs.reduce_and_file(EXTRA)
 

@@ -81,6 +81,21 @@ class SyncedMetric(ToyLM):
         self.accuracy = MeanMetric(dist_sync_on_step=True)
 
 
+class SparseEmbedding(ToyLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 16, sparse=True)
+
+
+class Unfreezing(ToyLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.head.requires_grad_(True)
+
+
 class NoBlocks(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -178,6 +193,14 @@ CASES: dict[str, tuple[Callable[[int], Any], str]] = {
     "metric synced on step": (
         lambda r: fit(r, SyncedMetric()),
         "accuracy has dist_sync_on_step=True",
+    ),
+    "sparse gradients": (
+        lambda r: fit(r, SparseEmbedding()),
+        r"SparseEmbedding.embed has sparse gradients \(sparse=True\)",
+    ),
+    "unfrozen during training": (
+        lambda r: fit(r, Unfreezing()),
+        r"`requires_grad` of head.bias, head.weight was changed during training",
     ),
     "no blocks": (lambda r: fit(r, NoBlocks()), "block"),
     "block path": (

@@ -92,6 +92,7 @@ class ToyLM(L.LightningModule):
         if self.log_step is not None:
             self.log_step(self, loss, batch)
         if self.report_targets:
+            self.log("logged", loss, on_step=True, on_epoch=False)
             return {
                 "loss": loss,
                 "num_targets": (batch["y"] != IGNORE).sum(),
