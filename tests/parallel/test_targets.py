@@ -16,7 +16,6 @@ def test_count():
     assert count_targets(types.SimpleNamespace(label=labels)) == 4
     assert count_targets({"labels": torch.randn(2, 5)}) == 10
     assert count_targets({"input_ids": labels}) is None
-    assert count_targets((labels, labels)) is None
 
 
 def test_pairs_of_input_and_target():
