@@ -312,7 +312,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max-steps", type=int, default=600 if gpus else 60, help="-1: no limit but the epochs")
     add("--max-epochs", type=int, default=10, help="stop after so many epochs at the latest")
     add("--batch-size", type=int, default=16 if gpus else 2, help="mean samples per rank and step")
-    add("--memory-limit-mb", type=float, default=None if gpus else 100.0, help="for each rank")
+    add("--memory-limit-mb", type=float, default=None if gpus else 64.0, help="for each rank")
     add("--profile-seconds", type=float, default=20.0, help="budget of the cost profile")
     add("--num-samples", type=int, default=6000, help="training samples")
     add("--min-length", type=int, default=16, help="bytes; shorter samples are left out")

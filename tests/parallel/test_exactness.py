@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dcp.parallel import Topology, loss_scale
+from lightning_dcp.parallel import Topology
 from tests.parallel.models import (
     Kind,
     build,
@@ -51,7 +51,7 @@ def gradient_error(
             group = topology.group(rank - rank % sp_size, sp_size)
             model.zero_grad()
             with runtime.micro_batch(group=group, recompute_blocks=recompute_blocks):
-                loss = mean_loss(model, batch) * loss_scale(1, 1, sp_size)
+                loss = mean_loss(model, batch) / sp_size
                 if in_thread:  # as autograd's own threads do on CUDA
                     thread = threading.Thread(target=loss.backward)
                     thread.start()
@@ -199,7 +199,7 @@ def iteration_error(rank: int, world_size: int, micro_batches: list[Any]) -> tup
             with runtime.micro_batch(
                 group=topology.group(first, p), recompute_blocks=r, rng_key=(0, index)
             ):
-                scale = loss_scale(counts[index], sum(counts), p)
+                scale = counts[index] / sum(counts) / p
                 (mean_loss(model, batches[index]) * scale).backward()
     worst = (0.0, "")
     for name, parameter in model.named_parameters():
