@@ -328,6 +328,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> None:
+    # Lightning and DeepSpeed call what newer versions of torch have deprecated, once per rank.
+    for deprecated in (".*LeafSpec.*", ".*all_gather_into_tensor.*"):
+        warnings.filterwarnings("ignore", message=deprecated)
     L.seed_everything(args.seed, verbose=False)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.devices))
 

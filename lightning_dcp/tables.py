@@ -113,8 +113,10 @@ def summary_table(values: dict[str, Any], num_iterations: int) -> RenderableType
     table = Table(
         title=f"DCP: predicted and measured over {num_iterations:,} iterations",
         title_justify="left",
+        caption="ratio: median over iterations of measured / predicted",
+        caption_justify="left",
     )
-    for heading in ("", "predicted", "measured", "measured / predicted, median"):
+    for heading in ("", "predicted", "measured", "ratio"):
         table.add_column(heading, justify="left" if not heading else "right")
 
     def number(name: str) -> float:
