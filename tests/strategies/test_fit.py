@@ -213,6 +213,25 @@ class TestTwoEpochs:
         assert len([r for r in rows[1:] if r.split(",")[column]]) == 16
 
 
+# ---- any number of ranks -------------------------------------------------------------------------
+
+
+def test_a_world_that_is_no_power_of_two(tmp_path: Path) -> None:
+    """Blocks of powers of two, the rest with p = 1; every rank takes part in every step."""
+    memory = DCPDDPStrategy().fixed_bytes(LoggingLM()) + 60_000
+    with World(3, timeout_s=100) as three:
+        results = three.run(fit, "dcp_ddp", str(tmp_path), planning={"memory_limit_bytes": memory})
+    plans = [report.plan for report in results[0]["reports"]]
+    assert {m.sp_size for p in plans for m in p.micro_batches} == {1, 2}
+    epoch = plans[: results[0]["len"]]
+    assert sorted(i for p in epoch for m in p.micro_batches for i in m.sample_ids) == list(
+        range(61)
+    )
+    for rank, r in enumerate(results):
+        assert r["losses"] == results[0]["losses"]
+        assert r["seen"] == [list(m.sample_ids) for p in plans for m in p.for_rank(rank)]
+
+
 # ---- profiling leaves no trace ------------------------------------------------------------------
 
 
