@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,74 @@ from lightning_dcp.profiling.options import ProfilingOptions
 from lightning_dcp.profiling.preserve import preserve
 from lightning_dcp.profiling.progress import progress_bar
 from lightning_dcp.profiling.search import Search
+from lightning_dcp.profiling.sharding_check import check_sharding
 from lightning_dcp.profiling.trial import NUM_ACTIVE_BLOCKS, Gather, Step
+
+_CHECK_MIN_LENGTH = 32
+
+
+def recheck_sharding(
+    profile: CostProfile,
+    *,
+    step: Callable[[Any], torch.Tensor],
+    module: nn.Module,
+    runtime: BlockRuntime,
+    make_batch: Callable[[int, int], Any],
+    lengths: Sequence[int] | np.ndarray,
+    topology: Topology,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    gather: Gather,
+) -> CostProfile:
+    """Compare sharded with whole once more, before a profile from the cache is used.
+
+    Seconds and bytes may come from an earlier run; that ``p > 1`` computes the same must be seen
+    on the model as it is now, since not everything that decides it is in the cache's key.
+
+    Args:
+        profile: From the cache; its signature has been given to the runtime.
+        step: As for `profile_costs`, and so are those that follow.
+        module: The whole model.
+        runtime: Attached to its blocks.
+        make_batch: Makes a batch on the device.
+        lengths: Length of every sample.
+        topology: SP groups.
+        device: Where the model is.
+        compute_dtype: Type that blocks compute in.
+        gather: Objects of all ranks in rank order, on every rank.
+
+    Returns:
+        The profile, without SP sizes that are found wrong; the same on all ranks.
+    """
+    sizes = sorted({m.sp_size for m in profile.measurements if m.sp_size > 1})
+    if not sizes:
+        return profile
+    checked = Step(
+        step=step,
+        make_batch=make_batch,
+        module=module,
+        runtime=runtime,
+        topology=topology,
+        device=device,
+    )
+    known = np.sort(np.asarray(lengths, dtype=np.int64))
+    place = int(np.searchsorted(known, max(_CHECK_MIN_LENGTH, 2 * max(sizes))))
+    with preserve(module):
+        found = check_sharding(
+            checked,
+            sp_sizes=sizes,
+            batch_size=min(2, known.size),
+            seq_len=int(known[min(place, known.size - 1)]),
+            compute_dtype=compute_dtype,
+            gather=gather,
+        )
+    if not found:
+        return profile
+    return replace(
+        profile,
+        measurements=tuple(m for m in profile.measurements if m.sp_size not in found),
+        sp_size_exclusions={**profile.sp_size_exclusions, **found},
+    )
 
 
 def profile_costs(

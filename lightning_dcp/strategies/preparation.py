@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,7 +31,7 @@ from lightning_dcp.planning.planner import EpochPlanner
 from lightning_dcp.profiling.cache import ProfileCache, load_or_measure
 from lightning_dcp.profiling.fingerprint import profile_fingerprint
 from lightning_dcp.profiling.preserve import preserve
-from lightning_dcp.profiling.profiler import profile_costs
+from lightning_dcp.profiling.profiler import profile_costs, recheck_sharding
 from lightning_dcp.strategies import _lightning_compat as compat
 from lightning_dcp.strategies.agreement import (
     check_same_on_all_ranks,
@@ -317,6 +319,8 @@ class TrainPreparer:
             rank_zero_info(
                 "DCP: the cost profile of this model and machine was found in the cache."
             )
+            if options.check_sharding:
+                profile = self._recheck(profile, spec, lengths)
         if len(profile.sp_size_exclusions) and self._topology.world_size > 1:
             for sp_size, reason in sorted(profile.sp_size_exclusions.items()):
                 rank_zero_warn(f"DCP: SP size {sp_size} is not used: {reason}")
@@ -331,20 +335,12 @@ class TrainPreparer:
         fixed: int,
         fingerprint: str,
     ) -> CostProfile:
-        make = MicroBatchMaker(
-            spec.dataset, lengths, spec.collate_fn, getattr(self._datamodule, "profile_batch", None)
-        )
-        with (
-            preserve(self._pl_module),
-            compat.silent_logging(self._trainer, self._pl_module),
-            compat.logging_as_training_step(self._pl_module),
-        ):
-            self._pl_module.train()
+        with self._profiling():
             return profile_costs(
                 step=self._step,
                 module=self._pl_module,
                 runtime=self._runtime,
-                make_batch=lambda b, s: self._strategy.move_micro_batch(make(b, s)),
+                make_batch=self._batch_maker(spec, lengths),
                 lengths=lengths,
                 topology=self._topology,
                 options=self._strategy.settings.profiling,
@@ -356,6 +352,45 @@ class TrainPreparer:
                 gather=gather_objects,
                 fingerprint=fingerprint,
             )
+
+    def _recheck(
+        self, profile: CostProfile, spec: LoaderSpec, lengths: npt.NDArray[np.int64]
+    ) -> CostProfile:
+        precision = str(self._strategy.precision_plugin.precision)
+        parameters = next(self._pl_module.parameters()).dtype
+        low = {"bf16": torch.bfloat16, "16": torch.float16}
+        with self._profiling():
+            return recheck_sharding(
+                profile,
+                step=self._step,
+                module=self._pl_module,
+                runtime=self._runtime,
+                make_batch=self._batch_maker(spec, lengths),
+                lengths=lengths,
+                topology=self._topology,
+                device=self._strategy.root_device,
+                compute_dtype=low.get(precision.partition("-")[0], parameters),
+                gather=gather_objects,
+            )
+
+    def _batch_maker(
+        self, spec: LoaderSpec, lengths: npt.NDArray[np.int64]
+    ) -> Callable[[int, int], Any]:
+        make = MicroBatchMaker(
+            spec.dataset, lengths, spec.collate_fn, getattr(self._datamodule, "profile_batch", None)
+        )
+        return lambda b, s: self._strategy.move_micro_batch(make(b, s))
+
+    @contextmanager
+    def _profiling(self) -> Iterator[None]:
+        """Training steps in here are not training: they leave no trace."""
+        with (
+            preserve(self._pl_module),
+            compat.silent_logging(self._trainer, self._pl_module),
+            compat.logging_as_training_step(self._pl_module),
+        ):
+            self._pl_module.train()
+            yield
 
     def _step(self, batch: Any) -> Tensor:
         """The user's training step on a batch that is on the device; its loss."""

@@ -24,7 +24,7 @@ from lightning_dcp.planning.options import PlanningOptions
 from lightning_dcp.profiling.options import ProfilingOptions
 from lightning_dcp.strategies.ddp import DCPDDPStrategy
 from lightning_dcp.strategies.deepspeed import DCPStrategy
-from tests.strategies.toys import Sequences, ToyLM, pad
+from tests.strategies.toys import Block, Sequences, ToyLM, pad
 from tests.worlds import World
 
 LENGTHS = [int(x) for x in 1 + 60 * torch.rand(61, generator=torch.Generator().manual_seed(1)) ** 3]
@@ -317,6 +317,45 @@ def test_profiling_leaves_everything_bit_identical(world: World, tmp_path: Path)
         assert after["random"][:2] == without["random"][:2]
         assert torch.equal(after["random"][2], without["random"][2])
         assert after["losses"] == without["losses"], "the same profile gives the same training"
+
+
+class Mixing(Block):
+    """Mixes positions outside attention, if a flag says so that no key of a cache can see."""
+
+    mix = False
+
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = super().forward(x, positions, mask)
+        return y - y.mean(1, keepdim=True) if Mixing.mix else y
+
+
+def fit_mixing(rank: int, mix: bool, cache: str) -> tuple[bool, list[int]]:
+    Mixing.mix = mix
+    model = LoggingLM()
+    model.blocks = torch.nn.ModuleList(Mixing(16, 4) for _ in range(3))
+    strategy = DCPDDPStrategy(profiling=dataclasses.replace(FAST, cache_dir=cache))
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=4,
+        max_steps=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(model, DataLoader(Sequences(LENGTHS), batch_size=2, collate_fn=pad))
+    assert strategy.cost_profile is not None
+    cached = strategy._preparation.profile_was_cached  # type: ignore[union-attr]
+    return cached, sorted(strategy.cost_profile.sp_size_exclusions)
+
+
+def test_a_cached_profile_does_not_stand_for_the_check_of_sharding(
+    world: World, tmp_path: Path
+) -> None:
+    assert world.run(fit_mixing, False, str(tmp_path)) == [(False, [])] * 4
+    assert world.run(fit_mixing, False, str(tmp_path)) == [(True, [])] * 4
+    assert world.run(fit_mixing, True, str(tmp_path)) == [(True, [2, 4])] * 4
 
 
 # ---- the engine takes more memory than was assumed ----------------------------------------------
