@@ -7,31 +7,21 @@ agreed on before the next collective.
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import psutil
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_dcp.data.datamodule import MicroBatchMaker
 from lightning_dcp.data.lengths import resolve_lengths
 from lightning_dcp.data.loader import LoaderSpec, build_plan_loader, read_loader
 from lightning_dcp.data.sampler import PlanSampler
-from lightning_dcp.parallel.kernels import kernel_name
 from lightning_dcp.planning.planner import EpochPlanner
-from lightning_dcp.profiling.cache import ProfileCache, load_or_measure
-from lightning_dcp.profiling.fingerprint import profile_fingerprint
-from lightning_dcp.profiling.preserve import preserve
-from lightning_dcp.profiling.profiler import profile_costs, recheck_sharding
 from lightning_dcp.strategies import _lightning_compat as compat
 from lightning_dcp.strategies.agreement import (
     check_same_on_all_ranks,
@@ -39,18 +29,15 @@ from lightning_dcp.strategies.agreement import (
     gather_objects,
 )
 from lightning_dcp.strategies.checks import check_memory_limit
+from lightning_dcp.strategies.measuring import CostMeasurer, PreparingStrategy
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     import lightning as L
-    from lightning.pytorch.plugins.precision import Precision
     from torch.utils.data import DataLoader
 
     from lightning_dcp.parallel.runtime import BlockRuntime
     from lightning_dcp.parallel.topology import Topology
     from lightning_dcp.profiling.cost_profile import CostProfile
-    from lightning_dcp.strategies.settings import DCPSettings
 
 #: Share of the device's memory that plans may use where the user sets no limit: the rest is for the
 #: allocator's fragmentation, communication buffers and the libraries.
@@ -74,49 +61,6 @@ class Preparation:
         return self.loader.sampler
 
 
-class PreparingStrategy(Protocol):
-    """What is asked of the strategy while its train loader is prepared."""
-
-    settings: DCPSettings
-    strategy_name: str
-
-    @property
-    def seed(self) -> int:
-        """Seed of the order of samples."""
-        ...
-
-    @property
-    def root_device(self) -> torch.device:
-        """This rank's device."""
-        ...
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this node."""
-        ...
-
-    @property
-    def precision_plugin(self) -> Precision:
-        """Lightning's; its name goes into the profile's fingerprint."""
-        ...
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        ...
-
-    def fixed_bytes(self, pl_module: L.LightningModule) -> int:
-        """Bytes per rank that stay: parameters, gradients, optimizer state, buffers."""
-        ...
-
-    def move_micro_batch(self, batch: Any) -> Any:
-        """Move a batch to the device with the user's transfer hooks."""
-        ...
-
-    def profile_context(self) -> AbstractContextManager[Any]:
-        """Context in which a training step is measured."""
-        ...
-
-
 class TrainPreparer:
     """Turns the user's train loader into a plan-driven one; the cost profile is made once."""
 
@@ -133,6 +77,7 @@ class TrainPreparer:
         self._pl_module = pl_module
         self._runtime = runtime
         self._topology = topology
+        self._measurer = CostMeasurer(strategy, trainer, pl_module, runtime, topology)
         self._profile: tuple[CostProfile, bool] | None = None
         #: Bytes per rank that stay: parameters, gradients, optimizer state, buffers.
         self.fixed_bytes = max(gather_objects(strategy.fixed_bytes(pl_module)))
@@ -170,7 +115,9 @@ class TrainPreparer:
         limit = self._memory_limit()
         check_memory_limit(limit, self.fixed_bytes)
         if self._profile is None:
-            self._profile = self._load_or_measure(spec, lengths, limit, self.fixed_bytes)
+            self._profile = self._measurer.profile(
+                spec, lengths, limit, self.fixed_bytes, self._datamodule
+            )
         profile, was_cached = self._profile
         profile = replace(profile, fixed_bytes=self.fixed_bytes)
         planner = collectively(
@@ -234,23 +181,6 @@ class TrainPreparer:
         self._seen_combined_loader = _NEVER  # the same loader comes again
         return True
 
-    def _reduction_s(self) -> float:
-        """Seconds that one reduction of all gradients takes, which every iteration costs."""
-        if self._topology.world_size == 1:
-            return 0.0
-        device = self._strategy.root_device
-        size = sum(p.numel() for p in self._pl_module.parameters() if p.requires_grad)
-        gradients = torch.zeros(max(1, size), device=device)
-        seconds = []
-        for _ in range(3):
-            self._strategy.barrier()
-            start = time.perf_counter()
-            torch.distributed.all_reduce(gradients)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds.append(time.perf_counter() - start)
-        return float(np.median(seconds))
-
     @property
     def _datamodule(self) -> Any:
         # A LightningModule that defines `train_dataloader` itself may mix the hooks in as well.
@@ -283,136 +213,6 @@ class TrainPreparer:
                 total = psutil.virtual_memory().total // max(1, self._strategy.num_processes)
             limit = int(total * _USABLE_SHARE)
         return min(gather_objects(limit))
-
-    def _load_or_measure(
-        self, spec: LoaderSpec, lengths: npt.NDArray[np.int64], limit: int, fixed: int
-    ) -> tuple[CostProfile, bool]:
-        options = self._strategy.settings.profiling
-        sp_sizes = self._sp_sizes()
-        fingerprint = profile_fingerprint(
-            module=self._pl_module,
-            blocks=self._runtime.stack.blocks,
-            device=self._strategy.root_device,
-            precision=str(self._strategy.precision_plugin.precision),
-            world_size=self._topology.world_size,
-            ranks_per_node=self._strategy.num_processes,
-            sp_sizes=sp_sizes,
-            lengths=lengths,
-            options=options,
-            attention_backend=kernel_name(self._strategy.root_device),
-            extra={
-                "fixed_bytes": str(fixed),
-                "strategy": self._strategy.strategy_name,
-                "blocks": self._runtime.stack.path,
-                "sequence_dims": repr(dict(self._strategy.settings.sequence_dims or {})),
-            },
-        ).digest
-        profile, was_cached = load_or_measure(
-            partial(self._measure, spec, lengths, sp_sizes, limit, fixed, fingerprint),
-            fingerprint=fingerprint,
-            cache=ProfileCache(options.cache_dir) if options.cache else None,
-            gather=gather_objects,
-            is_writer=self._topology.rank == 0,
-        )
-        self._runtime.load_observations(profile)
-        if was_cached:
-            rank_zero_info(
-                "DCP: the cost profile of this model and machine was found in the cache."
-            )
-            if options.check_sharding:
-                profile = self._recheck(profile, spec, lengths)
-        if len(profile.sp_size_exclusions) and self._topology.world_size > 1:
-            for sp_size, reason in sorted(profile.sp_size_exclusions.items()):
-                rank_zero_warn(f"DCP: SP size {sp_size} is not used: {reason}")
-        return profile, was_cached
-
-    def _measure(
-        self,
-        spec: LoaderSpec,
-        lengths: npt.NDArray[np.int64],
-        sp_sizes: tuple[int, ...],
-        limit: int,
-        fixed: int,
-        fingerprint: str,
-    ) -> CostProfile:
-        with self._profiling():
-            return profile_costs(
-                step=self._step,
-                module=self._pl_module,
-                runtime=self._runtime,
-                make_batch=self._batch_maker(spec, lengths),
-                lengths=lengths,
-                topology=self._topology,
-                options=self._strategy.settings.profiling,
-                device=self._strategy.root_device,
-                fixed_bytes=fixed,
-                memory_limit_bytes=limit,
-                step_overhead_s=self._reduction_s(),
-                sp_sizes=sp_sizes,
-                gather=gather_objects,
-                fingerprint=fingerprint,
-            )
-
-    def _recheck(
-        self, profile: CostProfile, spec: LoaderSpec, lengths: npt.NDArray[np.int64]
-    ) -> CostProfile:
-        precision = str(self._strategy.precision_plugin.precision)
-        parameters = next(self._pl_module.parameters()).dtype
-        low = {"bf16": torch.bfloat16, "16": torch.float16}
-        with self._profiling():
-            return recheck_sharding(
-                profile,
-                step=self._step,
-                module=self._pl_module,
-                runtime=self._runtime,
-                make_batch=self._batch_maker(spec, lengths),
-                lengths=lengths,
-                topology=self._topology,
-                device=self._strategy.root_device,
-                compute_dtype=low.get(precision.partition("-")[0], parameters),
-                gather=gather_objects,
-            )
-
-    def _batch_maker(
-        self, spec: LoaderSpec, lengths: npt.NDArray[np.int64]
-    ) -> Callable[[int, int], Any]:
-        make = MicroBatchMaker(
-            spec.dataset, lengths, spec.collate_fn, getattr(self._datamodule, "profile_batch", None)
-        )
-        return lambda b, s: self._strategy.move_micro_batch(make(b, s))
-
-    @contextmanager
-    def _profiling(self) -> Iterator[None]:
-        """Training steps in here are not training: they leave no trace."""
-        with (
-            preserve(self._pl_module),
-            compat.silent_logging(self._trainer, self._pl_module),
-            compat.logging_as_training_step(self._pl_module),
-        ):
-            self._pl_module.train()
-            yield
-
-    def _step(self, batch: Any) -> Tensor:
-        """The user's training step on a batch that is on the device; its loss."""
-        with self._strategy.profile_context():
-            output = self._pl_module.training_step(*compat.step_arguments(self._pl_module, batch))
-        loss = output["loss"] if isinstance(output, dict) else output
-        if not isinstance(loss, Tensor):
-            raise TypeError(
-                f"`training_step` of {type(self._pl_module).__name__} must return the loss, a"
-                f" tensor, or a dict with it under 'loss'; got {type(loss).__name__}."
-            )
-        return loss
-
-    def _sp_sizes(self) -> tuple[int, ...]:
-        allowed = self._strategy.settings.planning.sp_sizes
-        sizes = tuple(p for p in self._topology.sp_sizes if allowed is None or p in allowed)
-        if not sizes:
-            raise MisconfigurationException(
-                f"planning.sp_sizes={list(allowed or ())} leaves no SP size for"
-                f" {self._topology.world_size} ranks; possible: {list(self._topology.sp_sizes)}."
-            )
-        return sizes
 
 
 def _tell_of_too_long(planner: EpochPlanner, lengths: npt.NDArray[np.int64]) -> None:
