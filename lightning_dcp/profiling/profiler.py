@@ -32,10 +32,8 @@ from lightning_dcp.profiling.options import ProfilingOptions
 from lightning_dcp.profiling.preserve import preserve
 from lightning_dcp.profiling.progress import progress_bar
 from lightning_dcp.profiling.search import Search
-from lightning_dcp.profiling.sharding_check import check_sharding
+from lightning_dcp.profiling.sharding_check import check_sharding, length_to_check
 from lightning_dcp.profiling.trial import NUM_ACTIVE_BLOCKS, Gather, Step
-
-_CHECK_MIN_LENGTH = 32
 
 
 def recheck_sharding(
@@ -82,14 +80,13 @@ def recheck_sharding(
         topology=topology,
         device=device,
     )
-    known = np.sort(np.asarray(lengths, dtype=np.int64))
-    place = int(np.searchsorted(known, max(_CHECK_MIN_LENGTH, 2 * max(sizes))))
+    known = np.unique(np.asarray(lengths, dtype=np.int64))
     with preserve(module):
         found = check_sharding(
             checked,
             sp_sizes=sizes,
-            batch_size=min(2, known.size),
-            seq_len=int(known[min(place, known.size - 1)]),
+            batch_size=min(2, len(lengths)),
+            seq_len=length_to_check(known, sizes),
             compute_dtype=compute_dtype,
             gather=gather,
         )

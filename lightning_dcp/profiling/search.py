@@ -26,12 +26,11 @@ from lightning_dcp.profiling.meter import Meter
 from lightning_dcp.profiling.options import ProfilingOptions
 from lightning_dcp.profiling.preserve import preserve
 from lightning_dcp.profiling.probe import StepCosts
-from lightning_dcp.profiling.sharding_check import check_sharding
+from lightning_dcp.profiling.sharding_check import check_sharding, length_to_check
 from lightning_dcp.profiling.trial import Gather, Step, TrialRunner
 
 # The climb in length leaves the rest of the budget to larger micro-batches.
 _SHARE_OF_CLIMB = 0.6
-_CHECK_MIN_LENGTH = 32
 
 
 class Search:
@@ -200,15 +199,13 @@ class Search:
         if not candidates or not self._options.check_sharding:
             return
         self._report("comparing sharded with whole", self._elapsed_s)
-        least = max(_CHECK_MIN_LENGTH, 2 * max(candidates))
-        seq_len = next((length for length in grid if length >= least), grid[-1])
         # The check wakes parameters and changes modes; trials go on with what was there before.
         with preserve(self._step.module):
             found = check_sharding(
                 self._step,
                 sp_sizes=candidates,
                 batch_size=min(2, len(self._lengths)),
-                seq_len=seq_len,
+                seq_len=length_to_check(grid, candidates),
                 compute_dtype=self._compute_dtype,
                 gather=self._gather,
             )

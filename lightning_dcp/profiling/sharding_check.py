@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -33,6 +34,7 @@ _LEAST_TOLERANCES = {
 }
 _LARGEST_TOLERANCE = 0.2
 _WAKING_NOISE = 0.5
+_MIN_LENGTH = 32
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,12 @@ class _Finding:
     @property
     def loss_error(self) -> float:
         return _relative(self.sharded_loss, self.whole_loss)
+
+
+def length_to_check(lengths: Sequence[int] | np.ndarray, sp_sizes: Sequence[int]) -> int:
+    """The first of ``lengths`` (ascending) that gives each rank a few tokens, else the last."""
+    least = max(_MIN_LENGTH, 2 * max(sp_sizes))
+    return next((int(length) for length in lengths if length >= least), int(lengths[-1]))
 
 
 def check_sharding(
