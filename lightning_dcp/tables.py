@@ -25,6 +25,7 @@ def plan_tables(planner: EpochPlanner) -> list[RenderableType]:
     from rich.table import Table
     from rich.text import Text
 
+    from lightning_dcp.planning.cost_model import CostModel
     from lightning_dcp.profiling.report import held_out_text
 
     choices = planner.bucket_table()
@@ -33,7 +34,11 @@ def plan_tables(planner: EpochPlanner) -> list[RenderableType]:
         title=f"DCP: {num_samples:,} samples in {len(choices)} buckets, "
         f"{planner.num_iterations:,} iterations per epoch",
         title_justify="left",
-        caption=f"Cost model: {held_out_text(planner.cost_model)}",
+        caption=(
+            f"Cost model: {held_out_text(planner.cost_model)}"
+            if isinstance(planner.cost_model, CostModel)
+            else None
+        ),
         caption_justify="left",
     )
     table.add_column("length", justify="right")

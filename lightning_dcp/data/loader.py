@@ -56,6 +56,7 @@ class LoaderSpec:
         batch_size: Samples per rank and step that the user asked for; sets the step size.
         shuffle: Whether the order of the samples is random.
         drop_last: What the user asked for. Without effect: DCP never drops a sample.
+        sampler_seed: Seed of the `DistributedSampler` that the loader has; None where it has none.
     """
 
     dataset: Any
@@ -63,6 +64,7 @@ class LoaderSpec:
     batch_size: int
     shuffle: bool
     drop_last: bool
+    sampler_seed: int | None = None
 
 
 def read_loader(dataloader: Any) -> LoaderSpec:
@@ -110,6 +112,7 @@ def read_loader(dataloader: Any) -> LoaderSpec:
         batch_size=batch_sampler.batch_size,
         shuffle=_is_shuffled(dataloader.sampler, len(dataloader.dataset)),  # type: ignore[arg-type]
         drop_last=batch_sampler.drop_last,
+        sampler_seed=getattr(dataloader.sampler, "seed", None),
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
@@ -23,6 +25,22 @@ class Planner(Protocol):
 
     def epoch(self, epoch: int) -> Sequence[Plan]:
         """The `num_iterations` plans of one epoch."""
+
+
+def distributed_order(seed: int) -> Callable[[int, int], npt.NDArray[np.int64]]:
+    """`(epoch, n)` to the shuffled order that `DistributedSampler(seed=seed)` deals out to ranks.
+
+    Step i of a plain data-parallel run with `batch_size` samples per rank takes the places
+    `i * batch_size * W` to `(i + 1) * batch_size * W` of it.
+    """
+
+    def order(epoch: int, num_samples: int) -> npt.NDArray[np.int64]:
+        everything: Any = range(num_samples)
+        sampler = DistributedSampler[Any](everything, num_replicas=1, rank=0, seed=seed)
+        sampler.set_epoch(epoch)
+        return np.fromiter(sampler, dtype=np.int64, count=num_samples)
+
+    return order
 
 
 class PlanSampler(DistributedSampler[Any]):

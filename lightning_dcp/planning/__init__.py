@@ -13,7 +13,6 @@ The pipeline, each stage a module::
 numpy and scipy only; nothing here imports torch.
 """
 
-from lightning_dcp.planning.accumulation import Accumulation, sweep_accumulation
 from lightning_dcp.planning.buckets import Buckets, choose_edges
 from lightning_dcp.planning.candidates import Candidate, Exclusion
 from lightning_dcp.planning.cost_model import (
@@ -22,6 +21,7 @@ from lightning_dcp.planning.cost_model import (
     Measurement,
     fit_cost_model,
 )
+from lightning_dcp.planning.costs import Costs
 from lightning_dcp.planning.epoch import EpochPlan
 from lightning_dcp.planning.lengths import as_lengths
 from lightning_dcp.planning.options import POLICIES, PlanningOptions
@@ -32,11 +32,11 @@ from lightning_dcp.planning.static import best_static
 
 __all__ = [
     "POLICIES",
-    "Accumulation",
     "BucketChoice",
     "Buckets",
     "Candidate",
     "CostModel",
+    "Costs",
     "EpochPlan",
     "EpochPlanner",
     "Exclusion",
@@ -50,5 +50,4 @@ __all__ = [
     "best_static",
     "choose_edges",
     "fit_cost_model",
-    "sweep_accumulation",
 ]

@@ -123,6 +123,11 @@ class CostModel:
         """SP sizes that can be predicted: those measured."""
         return tuple(p for p, _ in self.time_coefficients)
 
+    @property
+    def memory_error(self) -> float:
+        """95th percentile of the held-out relative memory error; 0 where none is known."""
+        return self.held_out.p95_memory or 0.0
+
     @cached_property
     def _measured(self) -> dict[int, tuple[FloatArray, FloatArray, FloatArray]]:
         # SP size -> points (m, 2), log(measured / fit) of the times (m, 3), measured bytes (m, 3)

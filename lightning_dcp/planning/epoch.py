@@ -10,11 +10,11 @@ from typing import overload
 
 import numpy as np
 
-from lightning_dcp.planning.cost_model import CostModel
+from lightning_dcp.planning.costs import Costs
 from lightning_dcp.planning.fitting import FloatArray
 from lightning_dcp.planning.lengths import IntArray
 from lightning_dcp.planning.plan import MicroBatch, Plan
-from lightning_dcp.planning.queues import Queues, Schedule
+from lightning_dcp.planning.windows import Schedule
 
 __all__ = ["EpochPlan"]
 
@@ -35,9 +35,10 @@ class EpochPlan(Sequence[Plan]):
         *,
         epoch: int,
         world_size: int,
-        queues: Queues,
+        ids: IntArray,
+        lengths: IntArray,
         schedule: Schedule,
-        cost_model: CostModel,
+        cost_model: Costs,
         pad_multiple: int,
         limit_bytes: int,
         recompute: int | None,
@@ -49,18 +50,11 @@ class EpochPlan(Sequence[Plan]):
         self.sp_sizes: IntArray = np.array(schedule.sp_size, dtype=np.int64)
         self.first_ranks: IntArray = np.array(schedule.first_rank, dtype=np.int64)
         self._step_overhead_s = cost_model.step_overhead_s
-        bucket = np.array(schedule.bucket, dtype=np.int64)
-        start = np.array(schedule.start, dtype=np.int64)
-        # The queues, one behind the other, in the order of the micro-batches.
-        queue_start = np.cumsum([0, *(len(ids) for ids in queues.ids)])[:-1]
-        first = queue_start[bucket] + start
+        places = np.concatenate(schedule.samples)
         sample_offsets = np.concatenate([[0], np.cumsum(self.batch_sizes)])
-        rows = np.arange(sample_offsets[-1]) + np.repeat(
-            first - sample_offsets[:-1], self.batch_sizes
-        )
         self._sample_offsets = sample_offsets
-        self._ids = np.concatenate(queues.ids)[rows]
-        lengths = np.concatenate(queues.lengths)[rows]
+        self._ids = ids[places]
+        lengths = lengths[places]
         longest = np.maximum.reduceat(lengths, sample_offsets[:-1])
         multiple = np.lcm(self.sp_sizes, pad_multiple)
         self.seq_lens: IntArray = -(-longest // multiple) * multiple
@@ -69,7 +63,7 @@ class EpochPlan(Sequence[Plan]):
         if recompute is None:
             r = cost_model.min_recompute(*key, limit_bytes)
         else:
-            r = np.full(bucket.size, recompute, dtype=np.int64)
+            r = np.full(self.batch_sizes.size, recompute, dtype=np.int64)
         assert (r >= 0).all(), "a micro-batch was planned that does not fit"
         self.recompute_blocks: IntArray = r
         self.time_s: FloatArray = cost_model.time_s(*key, r)

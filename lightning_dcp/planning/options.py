@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-__all__ = ["POLICIES", "OnTooLong", "PlanningOptions", "is_power_of_two"]
+__all__ = ["POLICIES", "STATIC_POLICIES", "OnTooLong", "PlanningOptions", "is_power_of_two"]
 
-POLICIES: tuple[str, ...] = ("dcp-inter", "dcp-intra", "bucket")
+POLICIES: tuple[str, ...] = ("dcp-inter", "dcp-intra", "global-batch", "bucket", "packed")
 """Known policies (DESIGN.md section 5)."""
+
+STATIC_POLICIES: tuple[str, ...] = ("bucket", "packed")
+"""Those with one SP size for all samples: what others are compared with."""
 
 OnTooLong = Literal["error", "skip", "truncate"]
 
@@ -29,12 +32,16 @@ class PlanningOptions:
 
     Attributes:
         policy: ``"dcp-intra"`` (default: SP size, micro-batch size, accumulation and recomputation
-            follow the lengths), ``"dcp-inter"`` (the same with every block recomputed) or
-            ``"bucket"`` (baseline: one static SP size).
+            follow the lengths), ``"dcp-inter"`` (the same with every block recomputed),
+            ``"global-batch"`` (like ``"dcp-intra"``, but each step takes exactly the samples that
+            it takes under ``strategy="ddp"``), or the baselines with one static SP size,
+            ``"bucket"`` (micro-batches of similar lengths that take as long as the longest sample)
+            and ``"packed"`` (micro-batches filled to a number of tokens).
         tokens_per_step: Tokens one optimizer step aims at over all ranks; default is the
             DataLoader's ``batch_size`` x world size x mean length.
         min_accumulation: Gmin, the least number of micro-batches the busiest group accumulates.
         max_accumulation: Gmax; an iteration takes at most this many times its longest micro-batch.
+            Default: no limit; the size of steps is set by ``tokens_per_step`` anyway.
         bucket_edges: Increasing edges ``e0 < e1 < ...``; bucket ``i`` holds lengths in
             ``[e_i, e_{i+1})``. Default: chosen from the lengths.
         max_buckets: Upper limit for the number of buckets chosen from the lengths.
@@ -53,7 +60,7 @@ class PlanningOptions:
     policy: str = "dcp-intra"
     tokens_per_step: int | None = None
     min_accumulation: int = 1
-    max_accumulation: int = 8
+    max_accumulation: int | None = None
     bucket_edges: Sequence[int] | None = None
     max_buckets: int = 16
     pad_multiple: int = 1
@@ -67,17 +74,24 @@ class PlanningOptions:
         if self.policy not in POLICIES:
             known = ", ".join(repr(name) for name in POLICIES)
             raise ValueError(f"Unknown policy {self.policy!r}. Known policies: {known}.")
-        for name in ("min_accumulation", "max_accumulation", "max_buckets", "pad_multiple"):
+        for name in ("min_accumulation", "max_buckets", "pad_multiple"):
             _check_int(name, getattr(self, name), least=1)
-        for name in ("tokens_per_step", "max_batch_size", "memory_limit_bytes"):
+        optional = ("tokens_per_step", "max_accumulation", "max_batch_size", "memory_limit_bytes")
+        for name in optional:
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), least=1)
         if self.seed is not None:
             _check_int("seed", self.seed, least=0)
-        if self.min_accumulation > self.max_accumulation:
+        if self.max_accumulation is not None and self.min_accumulation > self.max_accumulation:
             raise ValueError(
                 f"min_accumulation ({self.min_accumulation}) must not be larger than "
                 f"max_accumulation ({self.max_accumulation})."
+            )
+        if self.policy == "global-batch" and self.tokens_per_step is not None:
+            raise ValueError(
+                'tokens_per_step has no effect with policy "global-batch", whose steps take what '
+                "they take under DDP: batch_size samples per rank. Leave it out, or use "
+                '"dcp-intra".'
             )
         if self.on_too_long not in get_args(OnTooLong):
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -13,15 +13,15 @@ import numpy as np
 
 from lightning_dcp.planning.buckets import Buckets, choose_edges
 from lightning_dcp.planning.candidates import Candidate, Exclusion, pad_to
-from lightning_dcp.planning.cost_model import CostModel
+from lightning_dcp.planning.costs import Costs
 from lightning_dcp.planning.epoch import EpochPlan
 from lightning_dcp.planning.lengths import IntArray, as_lengths
-from lightning_dcp.planning.options import PlanningOptions, is_power_of_two
-from lightning_dcp.planning.search import Problem, _gib
+from lightning_dcp.planning.options import STATIC_POLICIES, PlanningOptions, is_power_of_two
+from lightning_dcp.planning.search import Configuration, Problem, format_bytes
 
 __all__ = ["BucketChoice", "EpochPlanner"]
 
-_PLANNER_VERSION = "1"  # raise when the same inputs give other plans
+_PLANNER_VERSION = "2"  # raise when the same inputs give other plans
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,10 @@ class EpochPlanner:
         dataset_name: For messages.
         static_recompute: For policy ``"bucket"``: recompute the fewest blocks with which the
             longest sample fits, or all, as the paper's baseline does.
+        sample_order: ``(epoch, n) -> permutation of n``, in place of the planner's own; how policy
+            ``"global-batch"`` follows the sampler of a DDP run.
+        same_steps_as: A planner whose number of steps, and for ``"global-batch"`` samples of each
+            step, are taken over.
 
     Attributes:
         num_iterations: Optimizer steps per epoch, the same for every epoch.
@@ -82,7 +86,7 @@ class EpochPlanner:
         self,
         *,
         lengths: Iterable[Any],
-        cost_model: CostModel,
+        cost_model: Costs,
         world_size: int,
         memory_limit_bytes: int,
         options: PlanningOptions | None = None,
@@ -92,6 +96,8 @@ class EpochPlanner:
         sp_size_exclusions: Mapping[int, str] | None = None,
         dataset_name: str = "the dataset",
         static_recompute: Literal["smallest", "full"] = "smallest",
+        sample_order: Callable[[int, int], IntArray] | None = None,
+        same_steps_as: EpochPlanner | None = None,
     ) -> None:
         self.options = options if options is not None else PlanningOptions()
         if world_size < 1 or batch_size < 1 or seed < 0:
@@ -123,37 +129,62 @@ class EpochPlanner:
             target = max(1, round(batch_size * world_size * float(lengths_used.mean())))
         self.tokens_per_step = target
         buckets = self._buckets(lengths_used)
+        self.sample_order = sample_order
+        self._windows = self._ddp_windows(lengths_used.size)
+        if same_steps_as is not None:
+            self._windows = same_steps_as._windows
         self._problem = Problem(
             lengths=lengths_used,
             buckets=buckets,
             bucket=buckets.index_of(lengths_used),
-            cost_model=cost_model,
+            costs=cost_model,
             world_size=world_size,
             options=self.options,
             sp_sizes=sp_sizes,
             limit_bytes=self.usable_bytes,
             tokens_per_step=target,
+            windows=self._windows,
         )
+        self._recompute = cost_model.num_blocks if self.options.policy == "dcp-inter" else None
+        if same_steps_as is not None:
+            self.num_iterations: int = same_steps_as.num_iterations
+        elif self._windows is not None:
+            self.num_iterations = len(self._windows)
+        else:
+            static = self.options.policy in STATIC_POLICIES
+            self.num_iterations = self._problem.num_iterations(
+                self._static_recompute() if static else self._recompute, lengths_used
+            )
         self._search()
         self.exclusions: tuple[Exclusion, ...] = tuple(self._exclusions)
-        self.num_iterations: int = self._problem.num_iterations(
-            self._configuration, int(lengths_used.sum()), lengths_used.size
-        )
 
     def epoch(self, epoch: int) -> EpochPlan:
         """All plans of an epoch (0, 1, ...), ``num_iterations`` of them."""
         if epoch < 0:
             raise ValueError(f"epoch must not be negative; got {epoch}.")
         n = self._ids.size
-        if self.shuffle:
-            order = np.random.default_rng([self.seed, epoch]).permutation(n).astype(np.int64)
-        else:
+        if not self.shuffle:
             order = np.arange(n, dtype=np.int64)
+        elif self.sample_order is not None:
+            order = np.asarray(self.sample_order(epoch, n), dtype=np.int64)
+        else:
+            order = np.random.default_rng([self.seed, epoch]).permutation(n).astype(np.int64)
+        plan = self._plan(self._configuration, order, epoch)
+        # Never worse: a static plan that is predicted to be quicker takes its place.
+        for static in self._static:
+            if self._problem.static_bound_s(static, self.num_iterations) < plan.predicted_time_s:
+                other = self._plan(static, order, epoch)
+                if other.predicted_time_s < plan.predicted_time_s:
+                    plan = other
+        return plan
+
+    def _plan(self, configuration: Configuration, order: IntArray, epoch: int) -> EpochPlan:
         return self._problem.plan(
-            self._configuration,
+            configuration,
             order,
             epoch=epoch,
             num_iterations=self.num_iterations,
+            windows=self._windows,
             ids=self._ids,
         )
 
@@ -162,8 +193,7 @@ class EpochPlanner:
         rows = []
         for k in range(len(self._problem.buckets)):
             lo, hi = self._problem.buckets.bounds(k)
-            choice = self._configuration.choice(k)
-            tables = self._configuration.buckets[k].tables
+            choice = self._problem.shown_choice(self._configuration, k, self.num_iterations)
             rows.append(
                 BucketChoice(
                     lo=lo,
@@ -175,15 +205,15 @@ class EpochPlanner:
                     time_s=choice.time_s,
                     memory_bytes=choice.memory_bytes,
                     tokens_per_s_per_rank=choice.throughput,
-                    alternatives=tuple(tables[p].best() for p in sorted(tables)),
+                    alternatives=self._problem.alternatives(self._configuration, k),
                 )
             )
         return tuple(rows)
 
     @property
     def elastic(self) -> bool:
-        """False where a static plan is used: policy ``"bucket"``, or no elastic one is quicker."""
-        return self._configuration.elastic
+        """False where a static plan is used: by policy, or since none that adapts is quicker."""
+        return self._configuration.static is None
 
     @cached_property
     def inputs(self) -> dict[str, str]:
@@ -209,13 +239,13 @@ class EpochPlanner:
         return hashlib.sha256(json.dumps(self.inputs, sort_keys=True).encode()).hexdigest()
 
     def _check_limit(self) -> None:
-        if self.memory_limit_bytes <= self.cost_model.fixed_bytes:
+        fixed = self.cost_model.fixed_bytes
+        if self.memory_limit_bytes <= fixed:
             raise ValueError(
-                f"The memory limit of {_gib(self.memory_limit_bytes)} per rank "
+                f"The memory limit of {format_bytes(self.memory_limit_bytes)} per rank "
                 f"({self.memory_limit_bytes} bytes) is below the model's own size: parameters, "
-                f"gradients, optimizer state and buffers take {_gib(self.cost_model.fixed_bytes)} "
-                f"({self.cost_model.fixed_bytes} bytes). Raise memory_limit_bytes or use a "
-                "smaller model."
+                f"gradients, optimizer state and buffers take {format_bytes(fixed)} ({fixed} "
+                "bytes). Raise memory_limit_bytes or use a smaller model."
             )
 
     def _usable_sp_sizes(self) -> tuple[tuple[int, ...], list[Exclusion]]:
@@ -256,8 +286,8 @@ class EpochPlanner:
         what = (
             f"Sample {worst} of {self.dataset_name} has length {int(lengths[worst])} and fits no "
             f"configuration: with p in {list(sp_sizes)} and all blocks recomputed it still lacks "
-            f"{_gib(missing)} ({missing} bytes) of the {_gib(self.usable_bytes)} that a rank may "
-            "use (the limit less a margin for the cost model's error). "
+            f"{format_bytes(missing)} ({missing} bytes) of the {format_bytes(self.usable_bytes)} "
+            "that a rank may use (the limit less a margin for the cost model's error). "
             f"{too_long.size} sample(s) are too long; the longest length that fits is "
             f"{longest_fitting}. "
         )
@@ -313,28 +343,43 @@ class EpochPlanner:
         last = int(used[-1])
         return Buckets((*(given.edges[int(k)] for k in used), given.edges[last + 1]))
 
+    def _ddp_windows(self, n: int) -> tuple[tuple[int, int], ...] | None:
+        """What each step of a DDP run takes of the order, without the repeats at its end."""
+        if self.options.policy != "global-batch":
+            return None
+        size = self.batch_size * self.world_size
+        return tuple((start, min(start + size, n)) for start in range(0, n, size))
+
+    def _static_recompute(self) -> int | None:
+        return self.cost_model.num_blocks if self.static_recompute == "full" else None
+
     def _search(self) -> None:
-        problem = self._problem
-        blocks = self.cost_model.num_blocks
-        if self.options.policy == "bucket":
-            static = problem.static(full_recompute=self.static_recompute == "full")
-            if not static:
+        problem, policy = self._problem, self.options.policy
+        self._exclusions.extend(problem.exclusions(self._recompute))
+        full = self.static_recompute == "full" or policy == "dcp-inter"
+        kinds = (policy,) if policy in STATIC_POLICIES else STATIC_POLICIES
+        # The best of each kind.
+        self._static: list[Configuration] = []
+        for kind in kinds:
+            found = problem.static(full, (kind,))
+            if found:
+                self._static.append(problem.quickest(found, self.num_iterations))
+        if policy in STATIC_POLICIES:
+            if not self._static:
                 raise ValueError(
                     f"No single SP size of {list(problem.sp_sizes)} fits all samples; policy "
-                    '"bucket" needs one. Use an elastic policy or raise memory_limit_bytes.'
+                    f"{policy!r} needs one. Use an elastic policy or raise memory_limit_bytes."
                 )
-            self._configuration = problem.quickest(static)
+            self._configuration = self._static.pop()
             return
-        recompute = blocks if self.options.policy == "dcp-inter" else None
-        tables, exclusions = problem.tables(recompute)
-        self._exclusions.extend(exclusions)
-        static = problem.static(full_recompute=recompute is not None)
-        self._configuration = problem.quickest([*problem.elastic(tables, recompute), *static])
+        self._configuration = problem.quickest(
+            [*problem.elastic(self._recompute), *self._static], self.num_iterations
+        )
 
 
-def _less_margin(limit_bytes: int, cost_model: CostModel) -> int:
+def _less_margin(limit_bytes: int, cost_model: Costs) -> int:
     """The limit, so much lower that a prediction that is off as usual still stays below it."""
-    error = cost_model.held_out.p95_memory or 0.0
+    error = cost_model.memory_error
     spare = max(0, limit_bytes - cost_model.fixed_bytes)
     return limit_bytes - spare + int(spare / (1.0 + error))
 

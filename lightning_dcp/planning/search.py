@@ -1,62 +1,56 @@
-"""Which configuration each bucket gets.
+"""How an epoch is run: which configurations there are, and the quickest of them by prediction.
 
-Throughput alone would give long samples one rank for a long time, while all others have to find
-as much work in the same step or idle. How much that matters depends on the step size and on how
-lengths mix, so it is tried: configurations limited to various micro-batch times are scheduled for
-a part of an epoch by the real scheduler, and the quickest by prediction is taken. Static plans
-compete too, so that a plan is not worse than the best of them.
+What is best depends on the step size and on how lengths mix, so it is tried: each configuration
+plans a part of an epoch by the real scheduler. Static plans compete too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 
 import numpy as np
 
 from lightning_dcp.planning.buckets import Buckets
-from lightning_dcp.planning.candidates import Candidate, CostTable, Exclusion, build_table
-from lightning_dcp.planning.cost_model import CostModel
+from lightning_dcp.planning.candidates import Candidate, Exclusion, make_candidate, pad_to
+from lightning_dcp.planning.cost_grid import CostGrid, length_grid
+from lightning_dcp.planning.costs import Costs
 from lightning_dcp.planning.epoch import EpochPlan
 from lightning_dcp.planning.lengths import IntArray
+from lightning_dcp.planning.makespan import StepScheduler
 from lightning_dcp.planning.options import PlanningOptions
-from lightning_dcp.planning.queues import BucketConfig, Queues, lead_samples
-from lightning_dcp.planning.schedule import schedule_epoch
+from lightning_dcp.planning.static_schedule import StaticRule, schedule_static
+from lightning_dcp.planning.windows import (
+    lead_samples,
+    schedule_elastic,
+    schedule_windows,
+    token_windows,
+)
 
-__all__ = ["Configuration", "Problem"]
+__all__ = ["Configuration", "Problem", "format_bytes"]
 
-_TIME_CAPS = (math.inf, 4.0, 2.5, 2.0, 1.6, 1.3, 1.0, 0.8)
-_TRIAL_ITERATIONS = 48
+_SHARES = (1 / 2, 1 / 4, 1 / 6, 1 / 8, 1 / 12, 1 / 16)
+_TRIAL_ITERATIONS = 32
+_LARGEST_BATCH = 4096
+_AS_GOOD = 1.001
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Configuration:
     """One way to run an epoch.
 
     Attributes:
-        buckets: One configuration per bucket.
-        elastic: Whether groups are filled and accumulated by cost.
         recompute: Fixed number of recomputed blocks; None: the smallest that fits.
+        share: Micro-batches of short samples take about this share of a step.
+        static: One SP size for all, in place of a search.
     """
 
-    buckets: tuple[BucketConfig, ...]
-    elastic: bool
     recompute: int | None
-
-    def signature(self) -> tuple[object, ...]:
-        """Equal for configurations that plan alike."""
-        return (
-            self.elastic,
-            self.recompute,
-            tuple((c.sp_size, tuple(sorted(c.batch_sizes.items()))) for c in self.buckets),
-        )
-
-    def choice(self, index: int) -> Candidate:
-        """The candidate that bucket ``index`` uses."""
-        config = self.buckets[index]
-        table = config.tables[config.sp_size]
-        return table.candidates[table.batch_sizes.index(config.batch_sizes[config.sp_size])]
+    share: float = 0.0
+    static: StaticRule | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,143 +61,135 @@ class Problem:
         lengths: (n,) lengths of the samples that take part.
         buckets: Length intervals, each with at least one sample.
         bucket: (n,) bucket of each sample.
-        cost_model: Predicts seconds and bytes.
+        costs: Predicts seconds and bytes.
         world_size: Ranks W.
         options: The user's options.
         sp_sizes: SP sizes allowed, increasing.
         limit_bytes: Memory limit per rank.
         tokens_per_step: Target of an iteration.
+        windows: Iterations that are given, as ``(start, stop)`` in the order of the epoch (policy
+            ``"global-batch"``); None: by tokens.
     """
 
     lengths: IntArray
     buckets: Buckets
     bucket: IntArray
-    cost_model: CostModel
+    costs: Costs
     world_size: int
     options: PlanningOptions
     sp_sizes: tuple[int, ...]
     limit_bytes: int
     tokens_per_step: int
+    windows: tuple[tuple[int, int], ...] | None = None
 
-    def tables(
-        self, recompute: int | None, sp_sizes: Sequence[int] | None = None
-    ) -> tuple[list[dict[int, CostTable]], list[Exclusion]]:
-        """Cost tables per bucket and SP size, and where a bucket fits none at that size."""
-        tables: list[dict[int, CostTable]] = []
-        exclusions: list[Exclusion] = []
+    @cache  # noqa: B019  a problem lives as long as its planner
+    def grid(self, recompute: int | None, sp_sizes: tuple[int, ...] | None = None) -> CostGrid:
+        """Costs of all lengths at the SP sizes at which at least one sample fits."""
+        most = self.options.max_batch_size or _LARGEST_BATCH
+        per_rank = self.tokens_per_step / self.world_size
+        useful = math.ceil(2 * per_rank / int(self.lengths.min()))
+        return CostGrid(
+            self.costs,
+            self.grid_lengths,
+            sp_sizes=self.sp_sizes if sp_sizes is None else sp_sizes,
+            pad_multiple=self.options.pad_multiple,
+            limit_bytes=self.limit_bytes,
+            largest_batch=max(1, min(most, useful, self.lengths.size, _LARGEST_BATCH)),
+            recompute=recompute,
+        )
+
+    @property
+    def grid_lengths(self) -> IntArray:
+        """(G,) lengths that costs are tabulated for."""
+        return _grid_lengths(self)
+
+    def exclusions(self, recompute: int | None) -> list[Exclusion]:
+        """Where not even one sample of a bucket's longest fits at an SP size."""
+        most = self.costs.num_blocks if recompute is None else recompute
+        found = []
         for k in range(len(self.buckets)):
-            own = self.lengths[self.bucket == k]
-            tables.append({})
-            for p in self.sp_sizes if sp_sizes is None else sp_sizes:
-                table = build_table(
-                    self.cost_model,
-                    shortest=int(own.min()),
-                    longest=int(own.max()),
-                    sp_size=p,
-                    pad_multiple=self.options.pad_multiple,
-                    limit_bytes=self.limit_bytes,
-                    max_batch_size=self._largest_batch(int(own.max()), own.size, p),
-                    recompute=recompute,
-                )
-                if isinstance(table, CostTable):
-                    tables[k][p] = table
-                else:
-                    lo, hi = self.buckets.bounds(k)
+            longest = self.longest_of(k)
+            for p in self.sp_sizes:
+                padded = pad_to(longest, p, self.options.pad_multiple)
+                missing = int(self.costs.memory_bytes(1, padded, p, most)) - self.limit_bytes
+                if missing > 0:
                     reason = (
-                        f"one sample of {int(own.max())} tokens lacks {_gib(table)} of memory "
-                        f"({_gib(self.limit_bytes)} per rank can be used)"
+                        f"one sample of {longest} tokens lacks {format_bytes(missing)} of memory "
+                        f"({format_bytes(self.limit_bytes)} per rank can be used)"
                     )
-                    exclusions.append(Exclusion(p, reason, lo, hi))
-        return tables, exclusions
+                    found.append(Exclusion(p, reason, *self.buckets.bounds(k)))
+        return found
 
-    def _largest_batch(self, longest: int, num_samples: int, sp_size: int) -> int:
-        # A micro-batch beyond the group's fair share of the step would make steps too large.
-        per_rank = self.tokens_per_step / (self.world_size * self.options.min_accumulation)
-        fair = int(per_rank * sp_size / longest)
-        # One beyond the bucket's share of an iteration would use its samples up early, unless it
-        # is too small to be noticed in a tenth of the epoch.
-        steps = max(1.0, int(self.lengths.sum()) / self.tokens_per_step)
-        share = max(math.ceil(num_samples / steps), lead_samples(self.lengths.size) // 2)
-        most = min(fair, num_samples, share)
-        if self.options.max_batch_size is not None:
-            most = min(most, self.options.max_batch_size)
-        return max(1, most)
+    def longest_of(self, k: int) -> int:
+        """Longest sample of bucket k."""
+        return int(self.lengths[self.bucket == k].max())
 
-    def elastic(
-        self, tables: Sequence[Mapping[int, CostTable]], recompute: int | None
-    ) -> list[Configuration]:
-        """Elastic configurations, one for each distinct limit of the micro-batch time."""
-        # Seconds of an iteration if all samples ran at their best throughput without idling.
-        work = 0.0
-        for k, own in enumerate(tables):
-            tokens = int(self.lengths[self.bucket == k].sum())
-            work += tokens / max(table.best().throughput for table in own.values())
-        steps = max(1.0, int(self.lengths.sum()) / self.tokens_per_step)
-        ideal_s = work / (steps * self.world_size)
-        found: dict[tuple[object, ...], Configuration] = {}
-        for cap in _TIME_CAPS:
-            buckets = []
-            for own in tables:
-                best = {p: table.best(cap * ideal_s) for p, table in own.items()}
-                within = [c for c in best.values() if c.time_s <= cap * ideal_s]
-                if within:
-                    chosen = max(within, key=lambda c: (c.throughput, -c.sp_size))
-                else:
-                    chosen = min(best.values(), key=lambda c: (c.time_s, c.sp_size))
-                sizes = {p: candidate.batch_size for p, candidate in best.items()}
-                buckets.append(BucketConfig(dict(own), chosen.sp_size, sizes))
-            configuration = Configuration(tuple(buckets), True, recompute)
-            found.setdefault(configuration.signature(), configuration)
-        return list(found.values())
+    def elastic(self, recompute: int | None) -> list[Configuration]:
+        """Configurations that follow the lengths."""
+        least = 1 / self.options.max_accumulation if self.options.max_accumulation else 0.0
+        most = 1 / self.options.min_accumulation
+        shares = sorted({min(max(share, least), most) for share in _SHARES}, reverse=True)
+        return [Configuration(recompute, share) for share in shares]
 
-    def static(self, full_recompute: bool) -> list[Configuration]:
-        """The paper's baseline at each SP size that fits all samples.
+    def static(self, full_recompute: bool, kinds: Sequence[str]) -> list[Configuration]:
+        """Static plans at each SP size that fits all samples.
 
-        One p, one r, and per bucket the largest b that takes no longer than one sample of the
-        longest bucket.
+        One p and one r: as many recomputed blocks as the longest sample needs, or all.
+        ``"bucket"`` is the paper's baseline: per bucket the largest b that takes no longer than one
+        sample of the longest; ``"packed"`` fills micro-batches to the tokens of the longest.
         """
         found = []
         longest = int(self.lengths.max())
         for p in self.sp_sizes:
-            if full_recompute:
-                r = self.cost_model.num_blocks
-            else:
-                multiple = math.lcm(p, self.options.pad_multiple)
-                padded = -(-longest // multiple) * multiple
-                r = int(self.cost_model.min_recompute(1, padded, p, self.limit_bytes))
+            padded = pad_to(longest, p, self.options.pad_multiple)
+            r = int(self.costs.min_recompute(1, padded, p, self.limit_bytes))
             if r < 0:
                 continue
-            tables, exclusions = self.tables(r, (p,))
-            if exclusions:
+            if full_recompute:
+                r = self.costs.num_blocks
+            grid = self.grid(r, (p,))
+            times = grid.times[p]
+            if not np.isfinite(times[-1, 0]):
                 continue
-            slowest = tables[-1][p].candidates[0].time_s * (1 + 1e-9)
-            buckets = []
-            for own in tables:
-                size = max(
-                    (c.batch_size for c in own[p].candidates if c.time_s <= slowest), default=1
-                )
-                buckets.append(BucketConfig(own, p, {p: size}))
-            found.append(Configuration(tuple(buckets), False, r))
+            slowest = times[-1, 0] * (1 + 1e-9)
+            sizes, budget = [], padded
+            for k in range(len(self.buckets)):
+                top = self.longest_of(k)
+                row = times[int(grid.index_of(np.array([top]))[0])]
+                fair = max(1, int(self.tokens_per_step * p / self.world_size / top))
+                size = min(int(grid.batch_sizes[np.count_nonzero(row <= slowest) - 1]), fair)
+                sizes.append(size)
+                fits = int(grid.batch_sizes[np.count_nonzero(np.isfinite(row)) - 1])
+                if fits < grid.batch_sizes[-1]:
+                    budget = min(budget, (fits + 1) * top - 1)
+            if "bucket" in kinds:
+                found.append(Configuration(r, static=StaticRule(p, tuple(sizes))))
+            if "packed" in kinds:
+                budget = min(budget, max(longest, self.tokens_per_step * p // self.world_size))
+                found.append(Configuration(r, static=StaticRule(p, token_budget=budget)))
         return found
 
-    def num_iterations(self, configuration: Configuration, lengths_sum: int, n: int) -> int:
-        """Iterations of an epoch: by tokens, within what Gmin and Gmax allow."""
-        wanted = max(1, round(lengths_sum / self.tokens_per_step))
-        if configuration.elastic:
-            scale = n / self.lengths.size
-            per_bucket = np.bincount(self.bucket, minlength=len(self.buckets)) * scale
-            ranks = np.array([c.sp_size for c in configuration.buckets]) / self.world_size
-            sizes = np.array([c.batch_sizes[c.sp_size] for c in configuration.buckets])
-            # As many as Gmax steps of the usual size need; at most what Gmin steps of single
-            # samples can make.
-            least = math.ceil(
-                float((per_bucket * ranks / sizes).sum()) / self.options.max_accumulation - 1e-9
-            )
-            wanted = max(wanted, least)
-            if self.options.min_accumulation > 1:
-                most = float((per_bucket * ranks).sum()) / self.options.min_accumulation
-                wanted = min(wanted, max(1, math.floor(most + 1e-9)))
-        return min(max(wanted, 1), n)
+    def num_iterations(self, recompute: int | None, lengths: IntArray) -> int:
+        """Iterations of an epoch of these samples: by tokens, within what Gmin and Gmax allow."""
+        n = lengths.size
+        wanted = max(1, round(int(lengths.sum()) / self.tokens_per_step))
+        grid = self.grid(recompute)
+        choice = grid.choice()
+        g = grid.index_of(lengths)
+        ranks = np.array(grid.sp_sizes)[choice.sp_index[g]] / self.world_size
+        if self.options.max_accumulation is None and self.options.min_accumulation == 1:
+            return min(wanted, n)
+        largest = np.stack([np.isfinite(t).sum(axis=1) for t in grid.times.values()])
+        sizes = grid.batch_sizes[np.maximum(largest[choice.sp_index[g], g] - 1, 0)]
+        # As many as Gmax micro-batches of the largest size need; at most what Gmin micro-batches
+        # of single samples can make.
+        if self.options.max_accumulation is not None:
+            steps = float((ranks / sizes).sum())
+            wanted = max(wanted, math.ceil(steps / self.options.max_accumulation - 1e-9))
+        if self.options.min_accumulation > 1:
+            most = float(ranks.sum()) / self.options.min_accumulation
+            wanted = min(wanted, max(1, math.floor(most + 1e-9)))
+        return min(wanted, n)
 
     def plan(
         self,
@@ -212,54 +198,139 @@ class Problem:
         *,
         epoch: int,
         num_iterations: int,
+        windows: Sequence[tuple[int, int]] | None = None,
         ids: IntArray | None = None,
     ) -> EpochPlan:
         """Plan the samples of ``order`` (positions in ``lengths``; ``ids`` names them)."""
-        queues = Queues.build(order, self.lengths, self.bucket, len(self.buckets))
-        schedule = schedule_epoch(
-            queues,
-            configuration.buckets,
-            world_size=self.world_size,
-            num_iterations=num_iterations,
-            min_steps=self.options.min_accumulation,
-            max_steps=self.options.max_accumulation,
-            pad_multiple=self.options.pad_multiple,
-            step_overhead_s=self.cost_model.step_overhead_s,
-            elastic=configuration.elastic,
-            lead=lead_samples(self.lengths.size),
-        )
-        if ids is not None:
-            queues = Queues([ids[q] for q in queues.ids], queues.lengths, [], [])
+        lengths = self.lengths[order]
+        rule = configuration.static
+        grid = self.grid(configuration.recompute, None if rule is None else (rule.sp_size,))
+        g = grid.index_of(lengths)
+        if rule is not None:
+            cuts = token_windows(lengths, num_iterations) if windows is None else windows
+            schedule = schedule_static(
+                cuts, lengths, self.bucket[order], g, grid, rule, self.world_size
+            )
+        else:
+            scheduler = StepScheduler(
+                grid,
+                world_size=self.world_size,
+                share=configuration.share,
+                min_steps=self.options.min_accumulation,
+                max_steps=self.options.max_accumulation,
+            )
+            if windows is not None:
+                schedule = schedule_windows(windows, g, scheduler)
+            else:
+                schedule = schedule_elastic(
+                    lengths,
+                    g,
+                    scheduler,
+                    num_iterations=num_iterations,
+                    lead=lead_samples(self.lengths.size),
+                )
         return EpochPlan(
             epoch=epoch,
             world_size=self.world_size,
-            queues=queues,
+            ids=order if ids is None else ids[order],
+            lengths=lengths,
             schedule=schedule,
-            cost_model=self.cost_model,
+            cost_model=self.costs,
             pad_multiple=self.options.pad_multiple,
             limit_bytes=self.limit_bytes,
             recompute=configuration.recompute,
         )
 
-    def quickest(self, configurations: Sequence[Configuration]) -> Configuration:
+    def quickest(
+        self, configurations: Sequence[Configuration], num_iterations: int
+    ) -> Configuration:
         """The configuration with the least predicted time, by planning a part of an epoch."""
         if len(configurations) == 1:
             return configurations[0]
         n = self.lengths.size
-        steps = max(1.0, int(self.lengths.sum()) / self.tokens_per_step)
-        part = min(n, math.ceil(n * _TRIAL_ITERATIONS / steps))
+        num = min(num_iterations, _TRIAL_ITERATIONS)
+        part = min(n, math.ceil(n * num / num_iterations))
         # The same part for all seeds and epochs: N must not depend on the epoch.
         order = np.random.default_rng(0).permutation(n)[:part].astype(np.int64)
-        tokens = int(self.lengths[order].sum())
-        times = []
-        for configuration in configurations:
-            num = self.num_iterations(configuration, tokens, part)
-            plan = self.plan(configuration, order, epoch=0, num_iterations=num)
-            times.append(plan.predicted_time_s)
-        return configurations[int(np.argmin(times))]
+        windows = None
+        if self.windows is not None:
+            windows = _even_windows(part, num)
+        times = [
+            self.plan(
+                configuration, order, epoch=0, num_iterations=num, windows=windows
+            ).predicted_time_s
+            for configuration in configurations
+        ]
+        # The first that is as good as the best: shares are sorted by the number of micro-batches.
+        return configurations[int(np.argmax(np.array(times) <= _AS_GOOD * min(times)))]
+
+    def static_bound_s(self, configuration: Configuration, num_iterations: int) -> float:
+        """Seconds that no epoch with this static plan can be below."""
+        assert configuration.static is not None
+        grid = self.grid(configuration.recompute, (configuration.static.sp_size,))
+        shorter = np.maximum(np.searchsorted(grid.lengths, self.lengths, side="right") - 1, 0)
+        work = float(grid.choice().rank_s[shorter].sum())
+        return work / self.world_size + num_iterations * self.costs.step_overhead_s
+
+    def shown_choice(self, configuration: Configuration, k: int, num_iterations: int) -> Candidate:
+        """What a bucket's longest samples get in an ordinary iteration."""
+        rule = configuration.static
+        grid = self.grid(configuration.recompute, None if rule is None else (rule.sp_size,))
+        top = self.longest_of(k)
+        g = int(grid.index_of(np.array([top]))[0])
+        if rule is not None:
+            p = rule.sp_size
+            fits = int(grid.batch_sizes[np.count_nonzero(np.isfinite(grid.times[p][g])) - 1])
+            wanted = rule.token_budget // top if rule.token_budget else rule.batch_sizes[k]
+            size = max(1, min(wanted, fits))
+        else:
+            all_g = grid.index_of(self.lengths)
+            whole = float(grid.choice().rank_s[all_g].sum())
+            step_s = whole / (num_iterations * self.world_size)
+            p = grid.sp_sizes[int(grid.choice(step_s).sp_index[g])]
+            row = grid.times[p][g]
+            within = np.count_nonzero(row <= max(configuration.share * step_s, row[0]))
+            size = int(grid.batch_sizes[within - 1])
+        return self._candidate(configuration.recompute, size, top, p)
+
+    def alternatives(self, configuration: Configuration, k: int) -> tuple[Candidate, ...]:
+        """Best throughput at each SP size that fits a bucket's longest samples."""
+        rule = configuration.static
+        grid = self.grid(configuration.recompute, None if rule is None else (rule.sp_size,))
+        top = self.longest_of(k)
+        g = int(grid.index_of(np.array([top]))[0])
+        found = []
+        for p, times in grid.times.items():
+            row = times[g]
+            if np.isfinite(row[0]):
+                size = int(grid.batch_sizes[int(np.argmin(row / grid.batch_sizes))])
+                found.append(self._candidate(configuration.recompute, size, top, p))
+        return tuple(found)
+
+    def _candidate(self, recompute: int | None, size: int, length: int, p: int) -> Candidate:
+        return make_candidate(
+            self.costs,
+            batch_size=size,
+            seq_len=pad_to(length, p, self.options.pad_multiple),
+            sp_size=p,
+            recompute=recompute,
+            limit_bytes=self.limit_bytes,
+        )
 
 
-def _gib(num_bytes: int) -> str:
+@cache
+def _grid_lengths(problem: Problem) -> IntArray:
+    tops = [problem.longest_of(k) for k in range(len(problem.buckets))]
+    return np.unique(np.concatenate([length_grid(problem.lengths), tops])).astype(np.int64)
+
+
+def _even_windows(n: int, num: int) -> list[tuple[int, int]]:
+    ends = np.linspace(0, n, num + 1).astype(np.int64).tolist()
+    return list(pairwise(ends))
+
+
+def format_bytes(num_bytes: int) -> str:
+    """GiB, MiB, KiB or bytes, for messages."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit}"

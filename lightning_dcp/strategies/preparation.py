@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_dcp.data.lengths import resolve_lengths
 from lightning_dcp.data.loader import LoaderSpec, build_plan_loader, read_loader
-from lightning_dcp.data.sampler import PlanSampler
+from lightning_dcp.data.sampler import PlanSampler, distributed_order
 from lightning_dcp.planning.planner import EpochPlanner
 from lightning_dcp.strategies import _lightning_compat as compat
 from lightning_dcp.strategies.agreement import (
@@ -120,6 +120,12 @@ class TrainPreparer:
             )
         profile, was_cached = self._profile
         profile = replace(profile, fixed_bytes=self.fixed_bytes)
+        seed = self._strategy.seed
+        order = None
+        if planning.policy == "global-batch":
+            if planning.seed is None and spec.sampler_seed is not None:
+                seed = spec.sampler_seed
+            order = distributed_order(seed)
         planner = collectively(
             "Planning",
             lambda: EpochPlanner(
@@ -129,9 +135,10 @@ class TrainPreparer:
                 options=planning,
                 batch_size=spec.batch_size,
                 memory_limit_bytes=limit,
-                seed=self._strategy.seed,
+                seed=seed,
                 shuffle=spec.shuffle,
                 sp_size_exclusions=profile.sp_size_exclusions,
+                sample_order=order,
             ),
         )
         check_same_on_all_ranks(

@@ -141,7 +141,10 @@ def test_report() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"policy": "dpc"}, r"Unknown policy 'dpc'.*'dcp-inter', 'dcp-intra', 'bucket'"),
+        (
+            {"policy": "dpc"},
+            r"Unknown policy 'dpc'.*'dcp-intra', 'global-batch', 'bucket', 'packed'",
+        ),
         ({"tokens_per_step": 0}, "tokens_per_step must be at least 1; got 0"),
         ({"min_accumulation": 4, "max_accumulation": 2}, "must not be larger"),
         ({"bucket_edges": [5]}, "at least two increasing"),
