@@ -1,4 +1,4 @@
-"""How long planning takes: per iteration and for a whole epoch.
+"""How long planning takes on one core: per iteration and for a whole epoch (CPU seconds).
 
     python benchmarks/planning_time.py                     # 1,000,000 samples, 32 ranks
     python benchmarks/planning_time.py --samples 100000 --world-size 8 --batch-size 4
@@ -87,7 +87,7 @@ def main() -> None:
     print(columns + "  predicted s  idle %  pad %  step spread %")
 
     for policy in args.policy:
-        start = time.perf_counter()
+        start = time.process_time()
         planner = EpochPlanner(
             lengths=lengths,
             cost_model=cost_model,
@@ -97,26 +97,26 @@ def main() -> None:
             seed=args.seed,
             options=PlanningOptions(policy=policy),
         )
-        report(policy, planner, time.perf_counter() - start)
+        report(policy, planner, time.process_time() - start)
         if args.static:
-            start = time.perf_counter()
+            start = time.process_time()
             static = best_static(planner)
             report(
                 f"  static p={static.bucket_table()[0].sp_size}",
                 static,
-                time.perf_counter() - start,
+                time.process_time() - start,
             )
 
 
 def report(name: str, planner: EpochPlanner, setup_s: float) -> None:
     """Plan one epoch and print a row."""
-    start = time.perf_counter()
+    start = time.process_time()
     epoch = planner.epoch(0)
-    epoch_s = time.perf_counter() - start
-    start = time.perf_counter()
+    epoch_s = time.process_time() - start
+    start = time.process_time()
     for i in range(min(100, len(epoch))):
         epoch[i]
-    plan_ms = 1e3 * (time.perf_counter() - start) / min(100, len(epoch))
+    plan_ms = 1e3 * (time.process_time() - start) / min(100, len(epoch))
     steps = epoch.tokens_per_step
     print(
         f"{name:<11} {setup_s:8.2f}  {len(epoch):10d}  {epoch_s:7.2f}  "

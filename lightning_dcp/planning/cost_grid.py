@@ -9,6 +9,7 @@ Shapes: G = lengths of the grid, B = batch sizes.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -123,6 +124,10 @@ class CostGrid:
     def batches(self) -> list[int]:
         """Batch sizes, as a list."""
         return [int(b) for b in self.batch_sizes]
+
+    def seconds(self, row: list[float], count: int) -> float:
+        """Seconds of ``count`` samples by a row of ``rows``; rounded up to the next batch size."""
+        return row[count - 1] if count <= 16 else row[bisect_right(self.batches, count - 1)]
 
     @cached_property
     def per_sample(self) -> dict[int, list[float]]:

@@ -32,7 +32,7 @@ from lightning_dcp.planning.windows import (
 
 __all__ = ["Configuration", "Problem", "format_bytes"]
 
-_SHARES = (1 / 2, 1 / 4, 1 / 6, 1 / 8, 1 / 12, 1 / 16)
+_SHARES = (1 / 2, 1 / 4, 1 / 8, 1 / 16)
 _TRIAL_ITERATIONS = 32
 _LARGEST_BATCH = 4096
 _AS_GOOD = 1.001

@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_dcp.planning.cost_grid import CostGrid
 from lightning_dcp.planning.lengths import IntArray
-from lightning_dcp.planning.makespan import MicroBatches
+from lightning_dcp.planning.micro_batches import MicroBatches
 from lightning_dcp.planning.windows import Schedule
 
 __all__ = ["StaticRule", "schedule_static"]

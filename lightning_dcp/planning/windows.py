@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lightning_dcp.planning.lengths import IntArray
-from lightning_dcp.planning.makespan import MicroBatches, StepScheduler
+from lightning_dcp.planning.makespan import StepScheduler
+from lightning_dcp.planning.micro_batches import MicroBatches
 
 __all__ = ["Schedule", "lead_samples", "schedule_elastic", "schedule_windows", "token_windows"]
 
