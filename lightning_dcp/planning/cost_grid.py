@@ -130,11 +130,14 @@ class CostGrid:
         return row[count - 1] if count <= 16 else row[bisect_right(self.batches, count - 1)]
 
     @cached_property
+    def per_sample_s(self) -> dict[int, FloatArray]:
+        """SP size -> (G,) least seconds per sample, ``min_b T / b``."""
+        return {p: (times / self.batch_sizes).min(axis=1) for p, times in self.times.items()}
+
+    @cached_property
     def per_sample(self) -> dict[int, list[float]]:
-        """SP size -> least seconds per sample, ``min_b T / b``, of each length."""
-        return {
-            p: (times / self.batch_sizes).min(axis=1).tolist() for p, times in self.times.items()
-        }
+        """``per_sample_s`` as lists."""
+        return {p: seconds.tolist() for p, seconds in self.per_sample_s.items()}
 
     @cached_property
     def useful(self) -> dict[int, list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ __all__ = ["AMORTISED", "Filler", "level_of"]
 
 _LEAST_GAP = 0.004  # of the step: smaller gaps are not worth a micro-batch
 AMORTISED = 4.0  # micro-batches that take less than this many times their fixed costs are small
-_TIGHT = 8.0  # micro-batches of less than this: what a further one costs matters
+_TIGHT = 16.0  # steps of less than this: what a further micro-batch costs matters
 _LEVEL_ERROR = 0.01
 _EPS = 1e-9
 
@@ -40,32 +39,46 @@ class Filler:
 
     def fill_all(
         self,
-        gs: list[int],
-        start: int,
-        order: IntArray,
+        g: IntArray,
+        places: IntArray,
         free: list[float],
         fluid: float,
         cap_s: float,
         out: MicroBatches,
     ) -> None:
-        """All samples from ``start`` onto the ranks, so that they end together."""
+        """Put all samples onto the ranks, so that they end together.
+
+        Args:
+            g: (n,) their grid indices, falling.
+            places: (n,) what the result calls them.
+            free: (W,) when each rank is free; brought up to date.
+            fluid: Their cheapest rank-seconds.
+            cap_s: Seconds of a micro-batch at most, where that leaves fixed costs small.
+            out: Where the micro-batches go.
+        """
         level = max(level_of(free, fluid * self._inflation), max(free))
-        waiting = list(range(start, len(gs)))
-        row = self.grid.rows[1][gs[-1]]
-        fixed_s = row[0] - self.grid.per_sample[1][gs[-1]]
-        if cap_s < _TIGHT * fixed_s:
+        gs = g.tolist()
+        each = self.grid.per_sample[1]
+        work = np.concatenate([[0.0], np.cumsum(self.grid.per_sample_s[1][g])]).tolist()
+        fixed_s = self.grid.rows[1][gs[-1]][0] - each[gs[-1]]
+        cap_s = max(cap_s, AMORTISED * fixed_s)
+        if level < _TIGHT * fixed_s:
             cap_s = math.inf
-            level = self._tight_level(gs, waiting, order, free, level)
+            level = self._tight_level(gs, work, free, level)
         busy_before = sum(free)
-        left = self._fill(gs, waiting, order, free, level, cap_s, out)
+        starts, counts, ranks, left = self._fill(gs, work, free, level, cap_s)
+        out.samples.extend([places[i : i + n] for i, n in zip(starts, counts, strict=True)])
+        out.count.extend(counts)
+        out.first_rank.extend(ranks)
+        out.sp_size.extend([1] * len(counts))
         if left:
-            self._level_rest(gs, left, order, free, out)
+            self._level_rest([gs[i] for i in left], places[left], free, out)
         placed = sum(free) - busy_before
         if fluid > 0:
             self._inflation += 0.2 * (min(max(placed / fluid, 1.0), 1.5) - self._inflation)
 
     def _tight_level(
-        self, gs: list[int], waiting: list[int], order: IntArray, free: list[float], low: float
+        self, gs: list[int], work: list[float], free: list[float], low: float
     ) -> float:
         """Least time by which all can end, where fixed costs rule.
 
@@ -74,10 +87,10 @@ class Filler:
         """
 
         def fits(level: float) -> bool:
-            return not self._fill(gs, waiting, order, list(free), level, math.inf, MicroBatches())
+            return not self._fill(gs, work, list(free), level, math.inf)[-1]
 
         base = min(free)
-        step = max(low - base, self.grid.rows[1][gs[waiting[0]]][0]) * (1 + _EPS)
+        step = max(low - base, self.grid.rows[1][gs[0]][0]) * (1 + _EPS)
         low, high = base, base + step
         while not fits(high):
             low, high = high, base + 2 * (high - base)
@@ -90,83 +103,84 @@ class Filler:
         return high
 
     def _fill(
-        self,
-        gs: list[int],
-        waiting: list[int],
-        order: IntArray,
-        free: list[float],
-        level: float,
-        cap_s: float,
-        out: MicroBatches,
-    ) -> list[int]:
-        """Cut micro-batches to the measure of what is free before ``level``; returns the rest.
+        self, gs: list[int], work: list[float], free: list[float], level: float, cap_s: float
+    ) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Cut micro-batches to the measure of what is free before ``level``.
 
         The rank with most time left takes the next: a whole share of it, so that its last
-        micro-batch ends at the level. ``waiting`` is sorted, long to short.
+        micro-batch ends at the level.
+
+        Args:
+            gs: Grid indices, falling.
+            work: Running sum of their seconds at p = 1, with a leading 0.
+            free: When each rank is free; brought up to date.
+            level: When all shall end.
+            cap_s: Seconds of a micro-batch at most.
+
+        Returns:
+            Start, count and rank of each micro-batch, and the samples that did not fit.
         """
         rows, batches = self.grid.rows[1], self.grid.batches
-        each = self.grid.per_sample[1]
-        work = [0.0, *itertools.accumulate(each[gs[i]] for i in waiting)]
+        each, useful, most_steps = self.grid.per_sample[1], self.grid.useful[1], self.max_steps
         heap = [(busy - level, rank) for rank, busy in enumerate(free) if busy < level]
         heapq.heapify(heap)
+        replace, more = heapq.heapreplace, 1 + _EPS
+        starts: list[int] = []
+        counts: list[int] = []
+        ranks: list[int] = []
         late: list[int] = []
-        samples, counts, ranks = out.samples, out.count, out.first_rank
-        i, end = 0, len(waiting)
-        most_steps, useful = self.max_steps, self.grid.useful[1]
+        i, end = 0, len(gs)
         while i < end and heap:
             minus_gap, rank = heap[0]
-            gap = -minus_gap
-            row = rows[gs[waiting[i]]]
-            steps = max(math.ceil(gap / cap_s - 0.05), 1)
+            gap = -minus_gap * more
+            g = gs[i]
+            row = rows[g]
+            steps = math.ceil(gap / cap_s - 0.05)
             if most_steps is not None and steps > most_steps:
                 steps = most_steps
-            j = bisect_right(row, gap / steps * (1 + _EPS)) if steps > 1 else 0
+            j = bisect_right(row, gap / steps) if steps > 1 else bisect_right(row, gap)
             if j == 0:
-                j = bisect_right(row, gap * (1 + _EPS))
-                if j == 0:
-                    late.append(waiting[i])
+                if row[0] > gap:
+                    late.append(i)
                     i += 1
                     continue
-                if steps > 1:
-                    j = 1
-            if most_steps is None and j > useful[gs[waiting[i]]]:
-                j = useful[gs[waiting[i]]]
-            count = min(batches[j - 1], end - i)
-            if count > 1:  # NOTE (padding)
-                own = each[gs[waiting[i]]]
-                spare = row[0] - own
-                while count > 1 and own * count - (work[i + count] - work[i]) > spare:
+                j = 1
+            if most_steps is None and j > useful[g]:
+                j = useful[g]
+            count = batches[j - 1]
+            if count > end - i:
+                count = end - i
+            if count > 1:  # see NOTE (padding) in makespan.py
+                own = each[g]
+                spare = row[0] - own - work[i]
+                while count > 1 and own * count - work[i + count] > spare:
                     count -= 1 + count // 8
             seconds = row[count - 1] if count <= 16 else row[bisect_right(batches, count - 1)]
-            first, last = waiting[i], waiting[i + count - 1]
-            in_one_piece = last - first == count - 1
-            samples.append(
-                order[first : last + 1] if in_one_piece else order[waiting[i : i + count]]
-            )
+            starts.append(i)
             counts.append(count)
             ranks.append(rank)
             free[rank] += seconds
             i += count
-            heapq.heapreplace(heap, (minus_gap + seconds, rank))
-        out.sp_size.extend([1] * (len(counts) - len(out.sp_size)))
-        return late + waiting[i:]
+            replace(heap, (minus_gap + seconds, rank))
+        late.extend(range(i, end))
+        return starts, counts, ranks, late
 
     def _level_rest(
-        self, gs: list[int], left: list[int], order: IntArray, free: list[float], out: MicroBatches
+        self, gs: list[int], places: IntArray, free: list[float], out: MicroBatches
     ) -> None:
         """The few samples that did not fit, in small micro-batches, each to the next free rank."""
         rows, batches = self.grid.rows[1], self.grid.batches
         rank_s = self.grid.choice().rank_s
-        each = sum(rank_s[gs[i]] for i in left) / self.world_size * (1 + _EPS)
+        each = sum(rank_s[gs].tolist()) / self.world_size * (1 + _EPS)
         heap = [(busy, rank) for rank, busy in enumerate(free)]
         heapq.heapify(heap)
-        i, end = 0, len(left)
+        i, end = 0, len(gs)
         while i < end:
             busy, rank = heap[0]
-            row = rows[gs[left[i]]]
+            row = rows[gs[i]]
             count = min(batches[max(bisect_right(row, each), 1) - 1], end - i)
             free[rank] = busy + self.grid.seconds(row, count)
-            out.samples.append(order[left[i : i + count]])
+            out.samples.append(places[i : i + count])
             out.count.append(count)
             out.sp_size.append(1)
             out.first_rank.append(rank)

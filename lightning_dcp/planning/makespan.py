@@ -38,6 +38,7 @@ _LEVEL_ENOUGH = 1.02  # of the bound: nothing else is tried
 _FACTORS = (1.3, 0.75, 1.7, 2.2)
 _MEMORY = 0.9  # of how often each factor has won
 _FEW = 6  # samples for which a local search is quick
+_MANY = 200  # large samples, for which trying takes its time
 _EPS = 1e-9
 
 
@@ -46,7 +47,6 @@ class _Attempt:
     """Large samples placed; the others are thought of as a fluid."""
 
     order: IntArray  # (n,) the samples sorted, large ones first
-    gs: list[int]  # (n,) their grid indices
     num_large: int
     tasks: list[Task]
     first_ranks: list[int]
@@ -115,9 +115,10 @@ class StepScheduler:
             out.count.append(count)
             out.sp_size.append(-minus_p)
         out.first_rank.extend(best.first_ranks)
-        if best.num_large < len(best.gs):
+        if best.num_large < len(g):
             cap = self.share * best.bound_s
-            self._filler.fill_all(best.gs, best.num_large, order, free, best.fluid, cap, out)
+            short = order[best.num_large :]
+            self._filler.fill_all(g[short], short, free, best.fluid, cap, out)
         out.end_s = max(free)
         if len(g) <= _FEW and out.end_s > _LEVEL_ENOUGH * max(self.bound_s(g), longest):
             out, free = self._search(g, out, free)
@@ -158,7 +159,8 @@ class StepScheduler:
         favourite = max(_FACTORS, key=wins.__getitem__)
         others = [factor for factor in _FACTORS if factor != favourite]
         self._turn += 1
-        for factor in (favourite, others[self._turn % len(others)]):
+        few = len(best.tasks) <= _MANY
+        for factor in (favourite, others[self._turn % len(others)])[: 2 if few else 1]:
             other = self._attempt(g, factor * bound, longest)
             won = other.end_s < best.end_s * (1 - 1e-6)
             wins[factor] = _MEMORY * wins[factor] + won
@@ -182,7 +184,7 @@ class StepScheduler:
         key = (large * len(grid.sp_sizes) + np.where(large, sp_index, 0)) * len(grid.lengths) + g
         order = np.argsort(-key, kind="stable")
         num_large = int(np.count_nonzero(large))
-        gs = g[order].tolist()
+        gs = g[order[:num_large]].tolist()
         target = max(bound, limit_s)
         tasks = self._tasks(gs, sp_index[order[:num_large]].tolist(), target)
         fluid = area - float(rank_s[large].sum())
@@ -191,7 +193,7 @@ class StepScheduler:
         for end, first in level:
             free[first : first + p] = [end] * p
         end = max(max(free), level_of(free, fluid)) if fluid > 0 else max(free)
-        return _Attempt(order, gs, num_large, tasks, first_ranks, free, fluid, bound, end)
+        return _Attempt(order, num_large, tasks, first_ranks, free, fluid, bound, end)
 
     def _tasks(self, gs: list[int], sp_index: list[int], target_s: float) -> list[Task]:
         """Cut the large samples, sorted, into micro-batches of one SP size each."""

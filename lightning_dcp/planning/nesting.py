@@ -11,6 +11,7 @@ __all__ = ["ON_TIME", "Placed", "Task", "place", "place_large"]
 
 ON_TIME = 1.01  # of the bound: ends that count as level
 _MOST_WIDENINGS = 12
+_MOST_PLACINGS = 600  # of single tasks
 _EPS = 1e-9
 
 # -sp_size, -seconds, start (in the sorted samples), count, grid index: sorted as they are placed
@@ -37,7 +38,8 @@ def place_large(
             best, full = other, 0.0
             last = best[0][-1][0]
     best_end = max(last, area / w)
-    for _ in range(_MOST_WIDENINGS):
+    # Among very many tasks one more or less does not matter.
+    for _ in range(min(_MOST_WIDENINGS, 1 + _MOST_PLACINGS // len(tasks))):
         if last <= ON_TIME * area / w:
             break
         found = _wider(tasks, best, grid, world_size)
