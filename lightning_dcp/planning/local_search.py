@@ -18,7 +18,7 @@ from lightning_dcp.planning.nesting import Task, place
 
 __all__ = ["Group", "improve"]
 
-_MOST_TRIES = 100
+_MOST_TRIES = 400
 
 
 @dataclass(frozen=True)

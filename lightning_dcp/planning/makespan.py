@@ -38,6 +38,7 @@ _LEVEL_ENOUGH = 1.02  # of the bound: nothing else is tried
 _FACTORS = (1.3, 0.75, 1.7, 2.2)
 _MEMORY = 0.9  # of how often each factor has won
 _FEW = 6  # samples for which a local search is quick
+_MOST_SEARCHES = 4000  # in one epoch: a few seconds of planning
 _MANY = 200  # large samples, for which trying takes its time
 _EPS = 1e-9
 
@@ -84,6 +85,7 @@ class StepScheduler:
         self._filler = Filler(grid, world_size, max_steps)
         self._wins = dict.fromkeys(_FACTORS, 0.0)
         self._turn = 0
+        self._searches = 0
 
     def bound_s(self, g: IntArray) -> float:
         """Seconds of a step of these samples if nothing idled and all ran at their cheapest."""
@@ -120,7 +122,8 @@ class StepScheduler:
             short = order[best.num_large :]
             self._filler.fill_all(g[short], short, free, best.fluid, cap, out)
         out.end_s = max(free)
-        if len(g) <= _FEW and out.end_s > _LEVEL_ENOUGH * max(self.bound_s(g), longest):
+        few = len(g) <= _FEW and self._searches < _MOST_SEARCHES
+        if few and out.end_s > _LEVEL_ENOUGH * max(self.bound_s(g), longest):
             out, free = self._search(g, out, free)
         if optional is not None and len(optional):
             self._filler.fill_gaps(optional, len(g), free, out.end_s, out)
@@ -132,6 +135,7 @@ class StepScheduler:
         self, g: IntArray, found: MicroBatches, free: list[float]
     ) -> tuple[MicroBatches, list[float]]:
         """Few samples: a local search from what was found."""
+        self._searches += 1
         groups = [
             Group(tuple(samples.tolist()), p)
             for samples, p in zip(found.samples, found.sp_size, strict=True)

@@ -290,6 +290,8 @@ class Problem:
             p = grid.sp_sizes[int(grid.choice(step_s).sp_index[g])]
             row = grid.times[p][g]
             within = np.count_nonzero(row <= max(configuration.share * step_s, row[0]))
+            if self.options.max_accumulation is None:
+                within = min(within, grid.useful[p][g])
             size = int(grid.batch_sizes[within - 1])
         return self._candidate(configuration.recompute, size, top, p)
 

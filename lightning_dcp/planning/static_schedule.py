@@ -30,13 +30,15 @@ class StaticRule:
     batch_sizes: tuple[int, ...] = ()
     token_budget: int = 0
 
-    def cut(self, lengths: IntArray, bucket: IntArray, most: int) -> tuple[IntArray, list[int]]:
+    def cut(
+        self, lengths: IntArray, bucket: IntArray, most: IntArray
+    ) -> tuple[IntArray, list[int]]:
         """Order the samples of an iteration and cut them into micro-batches of ``counts``.
 
         Args:
             lengths: (n,) their lengths, in the order of the epoch.
             bucket: (n,) their buckets.
-            most: Largest number of samples in a micro-batch.
+            most: (n,) samples in a micro-batch at most where this is the longest.
         """
         if not self.token_budget:
             order = np.argsort(bucket, kind="stable")
@@ -46,10 +48,10 @@ class StaticRule:
                 counts += [size] * (num // size) + ([num % size] if num % size else [])
             return order, counts
         order = np.argsort(-lengths, kind="stable")
-        sizes = lengths[order].tolist()
+        sizes = np.minimum(np.maximum(self.token_budget // lengths, 1), most)[order].tolist()
         counts, start = [], 0
         while start < len(sizes):
-            count = min(max(1, self.token_budget // sizes[start]), most, len(sizes) - start)
+            count = min(sizes[start], len(sizes) - start)
             counts.append(count)
             start += count
         return order, counts
@@ -78,8 +80,9 @@ def schedule_static(
     out = Schedule()
     p = rule.sp_size
     rows, batches = grid.times[p], grid.batch_sizes
+    most = batches[np.maximum(np.isfinite(rows).sum(axis=1) - 1, 0)]
     for start, stop in windows:
-        order, counts = rule.cut(lengths[start:stop], bucket[start:stop], int(batches[-1]))
+        order, counts = rule.cut(lengths[start:stop], bucket[start:stop], most[g[start:stop]])
         starts = np.concatenate([[0], np.cumsum(counts)])
         longest = np.maximum.reduceat(g[start:stop][order], starts[:-1])
         seconds = rows[longest, np.searchsorted(batches, counts)]

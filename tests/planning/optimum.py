@@ -27,7 +27,7 @@ def least_makespan(
     *,
     below: float = math.inf,
 ) -> float:
-    """Least seconds in which the samples can be run, if that is less than ``below``, else ``below``.
+    """Least seconds in which the samples can be run, if less than ``below``, else ``below``.
 
     Args:
         lengths: Tokens of each sample.
