@@ -10,14 +10,19 @@ Importing this package registers the strategies `dcp` (DeepSpeed ZeRO-1) and `dc
 "DCP" is Data-Centric Parallel here, not `torch.distributed.checkpoint`.
 """
 
-from lightning_dcp.callback import DCPCallback
-from lightning_dcp.data.datamodule import DCPDataModuleMixin
-from lightning_dcp.parallel.attention import attention
-from lightning_dcp.planning.options import PlanningOptions
-from lightning_dcp.profiling.options import ProfilingOptions
-from lightning_dcp.strategies.ddp import DCPDDPStrategy
-from lightning_dcp.strategies.deepspeed import DCPStrategy
-from lightning_dcp.strategies.registration import register_strategies
+from lightning_dcp.command_process import is_command
+
+if not is_command():  # which runs without torch
+    from lightning_dcp.callback import DCPCallback
+    from lightning_dcp.data.datamodule import DCPDataModuleMixin
+    from lightning_dcp.parallel.attention import attention
+    from lightning_dcp.planning.options import PlanningOptions
+    from lightning_dcp.profiling.options import ProfilingOptions
+    from lightning_dcp.strategies.ddp import DCPDDPStrategy
+    from lightning_dcp.strategies.deepspeed import DCPStrategy
+    from lightning_dcp.strategies.registration import register_strategies
+
+    register_strategies()
 
 __version__ = "0.1.0"
 
@@ -30,5 +35,3 @@ __all__ = [
     "ProfilingOptions",
     "attention",
 ]
-
-register_strategies()

@@ -23,6 +23,8 @@ _DARK_FROM = 3
 _INK = "#1b2733"
 _FAINT = "#5d6b79"
 _IDLE = "#b9c1c9"
+_MOST_RANKS = 64  # more rows than that cannot be told apart
+_LEAST_WIDTH = 12.0  # pixels: no label fits into less
 
 
 def draw_timeline(plan: Plan, path: str | os.PathLike[str], *, title: str | None = None) -> None:
@@ -30,7 +32,8 @@ def draw_timeline(plan: Plan, path: str | os.PathLike[str], *, title: str | None
 
     One box is one micro-batch on the ranks of its SP group, coloured by its SP size ``p`` and
     labelled, where there is room, with ``p``, ``b × s`` (samples and their padded length) and ``r``
-    (recomputed blocks, where there are any). A group starts when all its ranks are free.
+    (recomputed blocks, where there are any). A group starts when all its ranks are free. Of more
+    than 64 ranks the first 64 are drawn, and the line below the title says so.
 
     Args:
         plan: Any plan with a predicted makespan above zero.
@@ -57,31 +60,36 @@ def draw_timeline(plan: Plan, path: str | os.PathLike[str], *, title: str | None
             "time to draw. Use a plan made with a measured cost model."
         )
     scale, unit = (1.0, "s") if plan.makespan_s >= 1 else (1e3, "ms")
-    row = min(0.5, 12.0 / plan.world_size)  # inches
-    height = row * plan.world_size
+    num_ranks = min(plan.world_size, _MOST_RANKS)
+    row = min(0.5, 12.0 / num_ranks)  # inches
+    height = max(row * num_ranks, 1.0)  # of few ranks: room for the axis' label
     figure = Figure(figsize=(12.0, height + 1.75), dpi=150, facecolor="white")
     renderer = FigureCanvasAgg(figure).get_renderer()  # type: ignore[no-untyped-call]  # measures text
     axes = figure.add_axes(
         (0.06, 0.78 / (height + 1.75), 0.92, height / (height + 1.75))  # inches to shares
     )
     axes.set_xlim(0.0, plan.makespan_s * scale)
-    axes.set_ylim(plan.world_size - 0.5, -0.5)
+    axes.set_ylim(num_ranks - 0.5, -0.5)
 
     for rank, start_s, length_s in _idle_spans(plan):
+        if rank >= num_ranks:
+            continue
         _box(axes, rank, start_s * scale, 1, length_s * scale, facecolor="white", hatch="/////")
     for micro_batch, start_s in zip(plan.micro_batches, plan.start_s, strict=True):
+        if micro_batch.first_rank >= num_ranks:
+            continue
         level = micro_batch.sp_size.bit_length() - 1
         box = _box(
             axes,
             micro_batch.first_rank,
             start_s * scale,
-            micro_batch.sp_size,
+            min(micro_batch.sp_size, num_ranks),
             micro_batch.est_time_s * scale,
             facecolor=_COLOURS[min(level, len(_COLOURS) - 1)],
         )
         _label(axes, renderer, box, micro_batch, "white" if level >= _DARK_FROM else _INK)
 
-    axes.set_yticks(range(plan.world_size))
+    axes.set_yticks(range(num_ranks))
     axes.set_ylabel("rank", color=_FAINT)
     axes.set_xlabel(f"predicted time ({unit})", color=_FAINT)
     axes.tick_params(length=0, labelcolor=_FAINT, labelsize=min(9.0, row * 60))
@@ -91,7 +99,7 @@ def draw_timeline(plan: Plan, path: str | os.PathLike[str], *, title: str | None
     top = 1.0 - 0.3 / (height + 1.75)
     figure.text(0.06, top, title or _default_title(plan), size=13, weight="bold", color=_INK)
     figure.text(0.06, top - 0.27 / (height + 1.75), _figures(plan), size=9.5, color=_FAINT)
-    sizes = sorted({m.sp_size for m in plan.micro_batches})
+    sizes = sorted({m.sp_size for m in plan.micro_batches if m.first_rank < num_ranks})
     handles = [
         Patch(
             facecolor=_COLOURS[min(p.bit_length() - 1, len(_COLOURS) - 1)],
@@ -119,7 +127,9 @@ def _default_title(plan: Plan) -> str:
 
 
 def _figures(plan: Plan) -> str:
+    shown = f"first {_MOST_RANKS} of {plan.world_size} ranks,  "
     return (
+        f"{shown if plan.world_size > _MOST_RANKS else ''}"
         f"{plan.num_samples:,} samples in {len(plan.micro_batches):,} micro-batches,  "
         f"{plan.num_tokens:,} tokens,  padding {plan.padding_share:.1%},  "
         f"idle {plan.idle_share:.1%}        box:  p,  samples × length,  r recomputed blocks"
@@ -171,6 +181,8 @@ def _label(
 ) -> None:
     """Write the fullest text that fits into the box, in the largest type; nothing if none does."""
     space = box.get_window_extent(renderer)
+    if space.width < _LEAST_WIDTH:
+        return
     text = axes.text(
         box.get_x() + box.get_width() / 2,
         box.get_y() + box.get_height() / 2,

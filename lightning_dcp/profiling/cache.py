@@ -94,6 +94,19 @@ class ProfileCache:
         return path
 
 
+def read_profile(path: str | os.PathLike[str]) -> CostProfile:
+    """Read one file of the cache, whatever model and machine it was measured for.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is no cost profile, damaged, or of another format version.
+    """
+    try:
+        return _decode(Path(path).read_text(encoding="utf-8"), None)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)} is no cost profile: {error}.") from None
+
+
 def load_or_measure(
     measure: Callable[[], CostProfile],
     *,
@@ -132,8 +145,11 @@ def _encode(profile: CostProfile) -> str:
     return json.dumps(content | {"checksum": _checksum(content)}, indent=1, sort_keys=True) + "\n"
 
 
-def _decode(text: str, fingerprint: str) -> CostProfile:
-    """The profile in a file's text; ValueError, with the reason, if it is not to be trusted."""
+def _decode(text: str, fingerprint: str | None) -> CostProfile:
+    """The profile in a file's text; ValueError, with the reason, if it is not to be trusted.
+
+    Without a fingerprint, that of any model and machine.
+    """
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
@@ -148,7 +164,7 @@ def _decode(text: str, fingerprint: str) -> CostProfile:
     if checksum != _checksum(content):
         raise ValueError("damaged or edited: its checksum is wrong")
     profile = CostProfile.from_json(json.dumps(content.get("profile")))
-    if profile.fingerprint != fingerprint:
+    if fingerprint is not None and profile.fingerprint != fingerprint:
         raise ValueError("it belongs to another model or machine")
     return profile
 

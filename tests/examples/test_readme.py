@@ -15,6 +15,7 @@ import yaml
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 import lightning_dcp
+from lightning_dcp.cli import build_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -154,6 +155,8 @@ def test_commands_exist() -> None:
         words = command.split()
         if words[0] == "make":
             assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), command
+        elif words[0] == "lightning-dcp":
+            build_parser().parse_args(words[1:])
         else:
             assert words[0] == "python"
             assert (ROOT / words[1]).exists(), command

@@ -1,0 +1,63 @@
+"""The command ``lightning-dcp``: what would DCP give on my lengths and my cluster?
+
+Modules::
+
+    arguments  the options of both subcommands, read by jsonargparse
+    setup      lengths, costs, memory and batch size out of the options
+    simulate   ``lightning-dcp simulate``: policies compared over an epoch
+    findings   what a comparison means, in sentences
+    plan       ``lightning-dcp plan``: buckets, iterations and micro-batches of one policy
+    output     stdout, stderr and the folder of plots
+
+Nothing here imports torch or Lightning, and nothing may: see ``command_process``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from lightning_dcp.cli.arguments import build_parser
+from lightning_dcp.cli.plan import run_plan
+from lightning_dcp.cli.simulate import run_simulate
+
+__all__ = ["build_parser", "main"]
+
+_RUN = {"simulate": run_simulate, "plan": run_plan}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: Words after the command's name; None: those of the process.
+
+    Returns:
+        Exit status: 0, 2 for a mistake in the input (one line on stderr), 130 when interrupted.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    try:
+        parsed = build_parser().parse_args(words)
+        _RUN[parsed.command](parsed[parsed.command])
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        return 130
+    except (
+        argparse.ArgumentError,
+        argparse.ArgumentTypeError,  # by a value in a configuration file
+        ImportError,
+        OSError,
+        TypeError,
+        ValueError,
+    ) as error:
+        if debug:
+            raise
+        text = " ".join(str(error).split())
+        sys.stderr.write(f"lightning-dcp: error: {text}\n")
+        return 2
+    return 0
