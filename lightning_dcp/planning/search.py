@@ -289,7 +289,7 @@ class Problem:
             step_s = whole / (num_iterations * self.world_size)
             p = grid.sp_sizes[int(grid.choice(step_s).sp_index[g])]
             row = grid.times[p][g]
-            within = np.count_nonzero(row <= max(configuration.share * step_s, row[0]))
+            within = int(np.count_nonzero(row <= max(configuration.share * step_s, row[0])))
             if self.options.max_accumulation is None:
                 within = min(within, grid.useful[p][g])
             size = int(grid.batch_sizes[within - 1])

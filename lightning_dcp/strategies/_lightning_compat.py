@@ -305,3 +305,12 @@ def iterations_done(trainer: L.Trainer) -> int:
     # A checkpoint that was saved in `on_train_batch_end` does not count that batch yet.
     done = loop.batch_progress.current.completed + int(loop.restarted_on_train_batch_end)
     return int(done % max(1, int(trainer.num_training_batches)))
+
+
+def shuffles_under_ddp(trainer: L.Trainer) -> bool:
+    """Whether Lightning would give a train loader without `DistributedSampler` one that shuffles.
+
+    It does so for more than one rank, also where the loader says `shuffle=False`, unless the
+    trainer has `use_distributed_sampler=False`.
+    """
+    return trainer.world_size > 1 and trainer._accelerator_connector.use_distributed_sampler

@@ -120,11 +120,13 @@ class TrainPreparer:
             )
         profile, was_cached = self._profile
         profile = replace(profile, fixed_bytes=self.fixed_bytes)
-        seed = self._strategy.seed
+        seed, shuffle = self._strategy.seed, spec.shuffle
         order = None
         if planning.policy == "global-batch":
             if planning.seed is None and spec.sampler_seed is not None:
                 seed = spec.sampler_seed
+            if spec.sampler_seed is None and compat.shuffles_under_ddp(self._trainer):
+                shuffle = True
             order = distributed_order(seed)
         planner = collectively(
             "Planning",
@@ -136,7 +138,7 @@ class TrainPreparer:
                 batch_size=spec.batch_size,
                 memory_limit_bytes=limit,
                 seed=seed,
-                shuffle=spec.shuffle,
+                shuffle=shuffle,
                 sp_size_exclusions=profile.sp_size_exclusions,
                 sample_order=order,
             ),
