@@ -12,12 +12,13 @@ from typing import Any, Literal
 import numpy as np
 
 from lightning_dcp.planning.buckets import Buckets, choose_edges
-from lightning_dcp.planning.candidates import Candidate, Exclusion, pad_to
+from lightning_dcp.planning.candidates import Candidate, Exclusion
 from lightning_dcp.planning.costs import Costs
 from lightning_dcp.planning.epoch import EpochPlan
+from lightning_dcp.planning.feasible import Feasible, less_margin, usable_sp_sizes
 from lightning_dcp.planning.lengths import IntArray, as_lengths
-from lightning_dcp.planning.options import STATIC_POLICIES, PlanningOptions, is_power_of_two
-from lightning_dcp.planning.search import Configuration, Problem, format_bytes
+from lightning_dcp.planning.options import STATIC_POLICIES, PlanningOptions
+from lightning_dcp.planning.search import Configuration, Problem
 
 __all__ = ["BucketChoice", "EpochPlanner"]
 
@@ -115,14 +116,23 @@ class EpochPlanner:
         self.sp_size_exclusions = dict(sp_size_exclusions or {})
         own_limit = self.options.memory_limit_bytes
         self.memory_limit_bytes = int(own_limit if own_limit is not None else memory_limit_bytes)
-        self.usable_bytes = _less_margin(self.memory_limit_bytes, cost_model)
+        self.usable_bytes = less_margin(self.memory_limit_bytes, cost_model)
         given = as_lengths(lengths, name=dataset_name)
         self._given_lengths = given
-        self._check_limit()
-        sp_sizes, self._exclusions = self._usable_sp_sizes()
-        self.truncate_to: int | None = None
-        self.skipped_ids: tuple[int, ...] = ()
-        self.lengths, self._ids = self._fit_lengths(given, sp_sizes)
+        sp_sizes, self._exclusions = usable_sp_sizes(
+            cost_model, world_size, self.options, self.sp_size_exclusions
+        )
+        feasible = Feasible(
+            cost_model,
+            self.memory_limit_bytes,
+            self.usable_bytes,
+            sp_sizes,
+            self.options,
+            dataset_name,
+        )
+        self.lengths, self._ids, self.truncate_to = feasible.fit_lengths(given)
+        left_out = np.setdiff1d(np.arange(given.size), self._ids)
+        self.skipped_ids: tuple[int, ...] = tuple(left_out.tolist())
         lengths_used = self.lengths[self._ids]
         target = self.options.tokens_per_step
         if target is None:
@@ -172,6 +182,8 @@ class EpochPlanner:
         plan = self._plan(self._configuration, order, epoch)
         # Never worse: a static plan that is predicted to be quicker takes its place.
         for static in self._static:
+            if static == self._configuration:
+                continue
             if self._problem.static_bound_s(static, self.num_iterations) < plan.predicted_time_s:
                 other = self._plan(static, order, epoch)
                 if other.predicted_time_s < plan.predicted_time_s:
@@ -238,101 +250,6 @@ class EpochPlanner:
         """SHA-256 (hex) of all inputs: equal on all ranks, or plans differ."""
         return hashlib.sha256(json.dumps(self.inputs, sort_keys=True).encode()).hexdigest()
 
-    def _check_limit(self) -> None:
-        fixed = self.cost_model.fixed_bytes
-        if self.memory_limit_bytes <= fixed:
-            raise ValueError(
-                f"The memory limit of {format_bytes(self.memory_limit_bytes)} per rank "
-                f"({self.memory_limit_bytes} bytes) is below the model's own size: parameters, "
-                f"gradients, optimizer state and buffers take {format_bytes(fixed)} ({fixed} "
-                "bytes). Raise memory_limit_bytes or use a smaller model."
-            )
-
-    def _usable_sp_sizes(self) -> tuple[tuple[int, ...], list[Exclusion]]:
-        exclusions = []
-        usable = []
-        allowed = self.options.sp_sizes
-        names = set(self.cost_model.sp_sizes) | set(self.sp_size_exclusions) | set(allowed or ())
-        powers = {2**i for i in range(self.world_size.bit_length())}
-        for p in sorted(names | powers):
-            if p in self.sp_size_exclusions:
-                exclusions.append(Exclusion(p, self.sp_size_exclusions[p]))
-            elif allowed is not None and p not in allowed:
-                exclusions.append(Exclusion(p, f"not among the allowed sp_sizes {list(allowed)}"))
-            elif p > self.world_size:
-                exclusions.append(Exclusion(p, f"larger than the world of {self.world_size} ranks"))
-            elif not is_power_of_two(p) or p not in self.cost_model.sp_sizes:
-                exclusions.append(
-                    Exclusion(p, f"not measured (measured: {list(self.cost_model.sp_sizes)})")
-                )
-            else:
-                usable.append(p)
-        if not usable:
-            reasons = "; ".join(map(str, exclusions))
-            raise ValueError(f"No SP size can be used. {reasons}. Allow at least one of them.")
-        return tuple(usable), exclusions
-
-    def _fit_lengths(
-        self, lengths: IntArray, sp_sizes: tuple[int, ...]
-    ) -> tuple[IntArray, IntArray]:
-        """Lengths as planned and the samples that take part, by ``on_too_long``."""
-        longest_fitting = self._longest_fitting(int(lengths.max()), sp_sizes)
-        too_long = np.flatnonzero(lengths > longest_fitting)
-        everyone = np.arange(lengths.size, dtype=np.int64)
-        if not too_long.size:
-            return lengths, everyone
-        worst = int(too_long[np.argmax(lengths[too_long])])
-        missing = self._missing_bytes(int(lengths[worst]), sp_sizes)
-        what = (
-            f"Sample {worst} of {self.dataset_name} has length {int(lengths[worst])} and fits no "
-            f"configuration: with p in {list(sp_sizes)} and all blocks recomputed it still lacks "
-            f"{format_bytes(missing)} ({missing} bytes) of the {format_bytes(self.usable_bytes)} "
-            "that a rank may use (the limit less a margin for the cost model's error). "
-            f"{too_long.size} sample(s) are too long; the longest length that fits is "
-            f"{longest_fitting}. "
-        )
-        if self.options.on_too_long == "error" or longest_fitting < 1:
-            raise ValueError(
-                what
-                + 'Set on_too_long="skip" or "truncate", raise memory_limit_bytes, or use more '
-                "ranks, so that larger SP sizes are possible."
-            )
-        if self.options.on_too_long == "truncate":
-            self.truncate_to = longest_fitting
-            cut = np.minimum(lengths, longest_fitting)
-            cut.setflags(write=False)
-            return cut, everyone
-        self.skipped_ids = tuple(too_long.tolist())
-        kept = np.flatnonzero(lengths <= longest_fitting).astype(np.int64)
-        if not kept.size:
-            raise ValueError(what + "All samples would be skipped.")
-        return lengths, kept
-
-    def _missing_bytes(self, length: int, sp_sizes: tuple[int, ...]) -> int:
-        """Bytes by which one sample of this length is over the limit at the best SP size."""
-        needs = [
-            int(
-                self.cost_model.memory_bytes(
-                    1, pad_to(length, p, self.options.pad_multiple), p, self.cost_model.num_blocks
-                )
-            )
-            for p in sp_sizes
-        ]
-        return min(needs) - self.usable_bytes
-
-    def _longest_fitting(self, longest: int, sp_sizes: tuple[int, ...]) -> int:
-        """Largest length up to ``longest`` that fits; 0 where none does. Memory grows with it."""
-        low, high = 0, longest + 1
-        if self._missing_bytes(longest, sp_sizes) <= 0:
-            return longest
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._missing_bytes(middle, sp_sizes) <= 0:
-                low = middle
-            else:
-                high = middle
-        return low
-
     def _buckets(self, lengths: IntArray) -> Buckets:
         if self.options.bucket_edges is None:
             edges = choose_edges(lengths, self.options.max_buckets, self.options.pad_multiple)
@@ -375,13 +292,6 @@ class EpochPlanner:
         self._configuration = problem.quickest(
             [*problem.elastic(self._recompute), *self._static], self.num_iterations
         )
-
-
-def _less_margin(limit_bytes: int, cost_model: Costs) -> int:
-    """The limit, so much lower that a prediction that is off as usual still stays below it."""
-    error = cost_model.memory_error
-    spare = max(0, limit_bytes - cost_model.fixed_bytes)
-    return limit_bytes - spare + int(spare / (1.0 + error))
 
 
 def _short_hash(data: bytes) -> str:

@@ -19,6 +19,7 @@ from lightning_dcp.planning.candidates import Candidate, Exclusion, make_candida
 from lightning_dcp.planning.cost_grid import CostGrid, length_grid
 from lightning_dcp.planning.costs import Costs
 from lightning_dcp.planning.epoch import EpochPlan
+from lightning_dcp.planning.feasible import format_bytes
 from lightning_dcp.planning.lengths import IntArray
 from lightning_dcp.planning.makespan import StepScheduler
 from lightning_dcp.planning.options import PlanningOptions
@@ -30,7 +31,7 @@ from lightning_dcp.planning.windows import (
     token_windows,
 )
 
-__all__ = ["Configuration", "Problem", "format_bytes"]
+__all__ = ["Configuration", "Problem"]
 
 _SHARES = (1 / 2, 1 / 4, 1 / 8, 1 / 16)
 _TRIAL_ITERATIONS = 32
@@ -329,11 +330,3 @@ def _grid_lengths(problem: Problem) -> IntArray:
 def _even_windows(n: int, num: int) -> list[tuple[int, int]]:
     ends = np.linspace(0, n, num + 1).astype(np.int64).tolist()
     return list(pairwise(ends))
-
-
-def format_bytes(num_bytes: int) -> str:
-    """GiB, MiB, KiB or bytes, for messages."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.2f} {unit}"
-    return f"{num_bytes} bytes"
