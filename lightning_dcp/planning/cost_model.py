@@ -203,7 +203,8 @@ class CostModel:
     def _memory(self, bytes_: FloatArray, r: npt.NDArray[Any]) -> Any:
         live = np.maximum(self.num_blocks - r, 1)
         total = live * bytes_[..., 0] + self.num_blocks * bytes_[..., 1] + bytes_[..., 2]
-        return np.ceil(total + self.fixed_bytes).astype(np.int64)
+        # Clipped: absurd lengths must not wrap around.
+        return np.ceil(np.minimum(total + self.fixed_bytes, 2.0**62)).astype(np.int64)
 
     def min_recompute(self, b: Any, s: Any, p: Any, limit_bytes: int) -> Any:
         """Smallest r whose memory is within the limit, -1 where none is (int64).

@@ -150,7 +150,7 @@ class Filler:
             count = batches[j - 1]
             if count > end - i:
                 count = end - i
-            if count > 1:  # see NOTE (padding) in makespan.py
+            if count > 1 and most_steps is None:  # see NOTE (padding) in makespan.py
                 own = each[g]
                 spare = row[0] - own - work[i]
                 while count > 1 and own * count - work[i + count] > spare:

@@ -79,7 +79,8 @@ class StepScheduler:
     ) -> None:
         self.grid = grid
         self.world_size = world_size
-        self.share = min(share, 1.0 / min_steps)
+        least = 0.0 if max_steps is None else 1.0 / max_steps
+        self.share = min(max(share, least), 1.0 / min_steps)
         self.min_steps = min_steps
         self.max_steps = max_steps
         self._filler = Filler(grid, world_size, max_steps)
@@ -219,7 +220,7 @@ class StepScheduler:
             waste = 0.0  # see NOTE (padding)
             while same < most and sp_index[same] == k:
                 waste += each[g] - each[gs[same]]
-                if waste > spare:
+                if waste > spare and self.max_steps is None:
                     break
                 same += 1
             count = same - i

@@ -39,9 +39,12 @@ class PlanningOptions:
             and ``"packed"`` (micro-batches filled to a number of tokens).
         tokens_per_step: Tokens one optimizer step aims at over all ranks; default is the
             DataLoader's ``batch_size`` x world size x mean length.
-        min_accumulation: Gmin, the least number of micro-batches the busiest group accumulates.
-        max_accumulation: Gmax; an iteration takes at most this many times its longest micro-batch.
-            Default: no limit; the size of steps is set by ``tokens_per_step`` anyway.
+        min_accumulation: Gmin, the least number of micro-batches the busiest group accumulates, where
+            the samples of a step allow it.
+        max_accumulation: Gmax; an iteration aims at no more than this many times its longest
+            micro-batch, by larger micro-batches and, where memory allows none, by more steps.
+            Samples of very unequal lengths may still need more. Default: no limit; the size of
+            steps is set by ``tokens_per_step`` anyway.
         bucket_edges: Increasing edges ``e0 < e1 < ...``; bucket ``i`` holds lengths in
             ``[e_i, e_{i+1})``. Default: chosen from the lengths.
         max_buckets: Upper limit for the number of buckets chosen from the lengths.

@@ -325,7 +325,8 @@ class RooflineCosts:
 
     def _memory(self, saved: Any, always: Any, r: Any) -> Any:
         live = np.maximum(self.num_blocks - r, 1)
-        return np.ceil(live * saved + always).astype(np.int64)
+        # Clipped: absurd lengths must not wrap around.
+        return np.ceil(np.minimum(live * saved + always, 2.0**62)).astype(np.int64)
 
     # ------------------------------------------------------------------ arguments
 
