@@ -39,8 +39,8 @@ class PlanningOptions:
             and ``"packed"`` (micro-batches filled to a number of tokens).
         tokens_per_step: Tokens one optimizer step aims at over all ranks; default is the
             DataLoader's ``batch_size`` x world size x mean length.
-        min_accumulation: Gmin, the least number of micro-batches the busiest group accumulates, where
-            the samples of a step allow it.
+        min_accumulation: Gmin, the least number of micro-batches the busiest group accumulates,
+            where the samples of a step allow it.
         max_accumulation: Gmax; an iteration aims at no more than this many times its longest
             micro-batch, by larger micro-batches and, where memory allows none, by more steps.
             Samples of very unequal lengths may still need more. Default: no limit; the size of

@@ -25,6 +25,7 @@ __all__ = ["Schedule", "lead_samples", "schedule_elastic", "schedule_windows", "
 
 _LEAD = 1.5  # times sqrt(samples): what two-sample tests on tenths of an epoch do not notice
 _OPTIONAL_PER_RANK = 6
+_LARGEST_STEP = 3.0  # times the mean, where one sample takes longer than a step
 
 
 @dataclass(eq=False)
@@ -95,6 +96,28 @@ def schedule_windows(
     return out
 
 
+def _enough_beside_the_longest(
+    scheduler: StepScheduler,
+    g: IntArray,
+    tokens_before: IntArray,
+    num: int,
+    target: float,
+    budget: int,
+) -> int:
+    """How many samples to take so that no rank is idle beside one that takes longer than a step.
+
+    The steps that follow are smaller in turn.
+    """
+    grid = scheduler.grid
+    longest_s = float(grid.quickest_s[g[:num]].max())
+    work = np.cumsum(grid.choice(longest_s).rank_s[g])
+    enough = int(np.searchsorted(work, longest_s * scheduler.world_size)) + 1
+    if enough <= num:
+        return num
+    most = int(np.searchsorted(tokens_before, _LARGEST_STEP * target))
+    return max(num, min(enough, most, budget, len(g)))
+
+
 def schedule_elastic(
     lengths: IntArray,
     g: IntArray,
@@ -132,6 +155,7 @@ def schedule_elastic(
         num = min(num, len(pool), budget)
         if num > 1 and left > 1 and before[num - 1] - target > target - before[num - 2]:
             num -= 1
+        num = _enough_beside_the_longest(scheduler, g[pool], before, num, target, budget)
         while True:
             optional = pool[num : num + min(most_optional, budget - num)]
             step = scheduler.schedule(g[pool[:num]], g[optional])
