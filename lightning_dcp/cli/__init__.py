@@ -3,6 +3,9 @@
 Modules::
 
     arguments  the options of both subcommands, read by jsonargparse
+    values     types of options
+    checks     values that are refused before any work
+    messages   what jsonargparse says, in plain words
     setup      lengths, costs, memory and batch size out of the options
     simulate   ``lightning-dcp simulate``: policies compared over an epoch
     findings   what a comparison means, in sentences
@@ -20,6 +23,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_dcp.cli.arguments import build_parser
+from lightning_dcp.cli.messages import in_plain_words
 from lightning_dcp.cli.plan import run_plan
 from lightning_dcp.cli.simulate import run_simulate
 
@@ -39,6 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
+    if sys.stderr is None:  # the shell closed it, by 2>&-
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is None:
+        return _failed("stdout is closed: there is nowhere to write the result.")
     try:
         parsed = build_parser().parse_args(words)
         _RUN[parsed.command](parsed[parsed.command])
@@ -57,7 +65,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ) as error:
         if debug:
             raise
-        text = " ".join(str(error).split())
-        sys.stderr.write(f"lightning-dcp: error: {text}\n")
-        return 2
+        if isinstance(error, UnicodeDecodeError):  # other files are named where they are read
+            return _failed("--config: the file is no text: it is not UTF-8.")
+        return _failed(in_plain_words(error))
+    except (MemoryError, OverflowError) as error:
+        if debug:
+            raise
+        what = "not enough memory" if isinstance(error, MemoryError) else "a number is too large"
+        return _failed(f"{what} ({error}). Try fewer samples, shorter ones, or fewer GPUs.")
     return 0
+
+
+def _failed(text: str) -> int:
+    sys.stderr.write(f"lightning-dcp: error: {text}\n")
+    return 2

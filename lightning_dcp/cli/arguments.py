@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from argparse import ArgumentTypeError
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
+from typing import Literal
 
 from jsonargparse import ActionConfigFile, ArgumentParser  # type: ignore[attr-defined]
 
+from lightning_dcp.cli.values import BYTES, ITERATIONS, NAMES, WORLD_SIZES
 from lightning_dcp.planning.options import POLICIES, PlanningOptions
 from lightning_dcp.simulation.cluster import CLUSTERS
 from lightning_dcp.simulation.models import MODELS
@@ -19,74 +17,6 @@ __all__ = ["build_parser"]
 
 DEFAULT_POLICIES = ("naive", "tuned", "packed", "dcp-inter", "dcp-intra", "global-batch")
 """Without those whose tuning or planning takes minutes."""
-
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
-_BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_MOST_GIB = 4096  # a number without unit up to here is GiB, above it bytes
-
-
-class _Text:
-    """A type of jsonargparse: a function from text (or a config file's value), with a name."""
-
-    def __init__(self, read: Callable[[Any], Any], name: str) -> None:
-        self._read, self._name = read, name
-
-    def __call__(self, value: Any) -> Any:
-        try:
-            return self._read(value)
-        except ValueError as error:
-            raise ArgumentTypeError(str(error)) from None  # argparse shows the text of this one
-
-    def __repr__(self) -> str:
-        return self._name
-
-
-def _names(value: Any) -> list[str]:
-    parts = value.split(",") if isinstance(value, str) else value
-    names = [str(part).strip() for part in parts]
-    if not names or not all(names):
-        raise ValueError(f"expected names with commas between them; got {value!r}")
-    return list(dict.fromkeys(names))
-
-
-def _world_sizes(value: Any) -> list[int]:
-    parts = value.split(",") if isinstance(value, str) else value
-    parts = [parts] if isinstance(parts, int) else parts
-    sizes = [int(part) for part in parts]
-    if not sizes or min(sizes) < 1:
-        raise ValueError(f"expected numbers of GPUs with commas between them; got {value!r}")
-    return sorted(set(sizes))
-
-
-def _bytes(value: Any) -> int:
-    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?)(i?)(b?)", str(value).strip().lower())
-    try:
-        number = float(match[1]) if match else -1.0
-    except ValueError:
-        number = -1.0
-    if match is None or number <= 0:
-        raise ValueError(
-            f"{value!r} is no amount of memory. Write GiB (72), a number with its unit (72GiB, "
-            "80GB) or bytes (77309411328)"
-        )
-    if not (match[2] or match[4]):
-        return int(number * 2**30) if number <= _MOST_GIB else int(number)
-    return int(number * (_BINARY if match[3] else _UNITS)[match[2]])
-
-
-def _iterations(value: Any) -> list[int | None]:
-    if isinstance(value, (list, tuple)) and len(value) == 2:
-        return list(value)
-    match = re.fullmatch(r"(\d*):(\d*)", str(value).strip())
-    if not match:
-        raise ValueError(f"expected first:end, such as 0:10 (the end is left out); got {value!r}")
-    return [int(text) if text else None for text in match.groups()]
-
-
-NAMES = _Text(_names, "names with commas between them")
-WORLD_SIZES = _Text(_world_sizes, "numbers with commas between them")
-BYTES = _Text(_bytes, "GiB, number with unit, or bytes")
-ITERATIONS = _Text(_iterations, "first:end")
 
 
 def build_parser() -> ArgumentParser:
@@ -142,7 +72,10 @@ def _simulate_parser() -> ArgumentParser:
         metavar="W,W",
         help="Compare on these numbers of GPUs too, with as many samples per GPU and step.",
     )
-    _add_planning(parser, {"policy", "seed", "memory_limit_bytes", "tokens_per_step"})
+    # All policies run the same samples: none can skip or cut some.
+    _add_planning(
+        parser, {"policy", "seed", "memory_limit_bytes", "tokens_per_step", "on_too_long"}
+    )
     return parser
 
 
@@ -167,7 +100,7 @@ def _plan_parser() -> ArgumentParser:
         "--iterations",
         type=ITERATIONS,
         metavar="A:B",
-        help="Show iterations A to B - 1; with --json one plan per line.",
+        help="Show iterations A to B - 1; with --json one plan per line. Quoted in a config file.",
     )
     _add_planning(parser, {"policy", "seed", "memory_limit_bytes"})
     return parser
@@ -218,7 +151,7 @@ def _add_common(parser: ArgumentParser) -> None:
         help=f"{', '.join(CLUSTERS)}, or a YAML or JSON file.",
     )
     group.add_argument(
-        "--world-size", "--num-gpus", type=int, default=32, metavar="W", help="GPUs, one rank each."
+        "--num-gpus", "--world-size", type=int, default=32, metavar="W", help="GPUs, one rank each."
     )
     group.add_argument(
         "--memory",

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from lightning_dcp.cli.setup import Prices, longest_fitting
+from lightning_dcp.cli.setup import ANY_LENGTH, Prices, longest_fitting
 from lightning_dcp.planning.candidates import Exclusion
-from lightning_dcp.simulation.run import PolicyResult
+from lightning_dcp.planning.options import PlanningOptions
+from lightning_dcp.simulation.run import LIBRARY, PolicyResult
 from lightning_dcp.tables import exclusion_rows, format_bytes
 
-__all__ = ["best_static", "conclusion", "memory_lines", "setting_text", "why_lines"]
+__all__ = ["best_static", "conclusion", "memory_lines", "setting_text", "unbound_line", "why_lines"]
 
 ELASTIC = ("dcp-inter", "dcp-intra", "global-batch")
 STATIC = ("bucket", "karmarkar-karp", "naive", "packed", "tuned")
+_LITTLE = 0.01  # a smaller share would be printed as 0%
 _NOTHING = 1.02  # a smaller difference is below what the model can tell
 
 _HIDDEN = re.compile(r"(longest|pad_multiple)=.*|balanced=False|.*=None")
@@ -57,9 +60,12 @@ def conclusion(results: Mapping[str, PolicyResult]) -> str:
     if naive is not None and naive is not static:
         gain = ours.tokens_per_s_per_rank / naive.tokens_per_s_per_rank
         text += f" and {gain:.2f}x as fast as the naive one ({setting_text(naive)})"
+    left = 1 - ours.efficiency
+    if left < _LITTLE:
+        return f"{text}."
     return (
         f"{text}. If every sample ran at its cheapest and no GPU ever waited, it would take "
-        f"{max(0.0, 1 - ours.efficiency):.0%} less."
+        f"{left:.0%} less."
     )
 
 
@@ -69,7 +75,11 @@ def memory_lines(prices: Prices, longest: int) -> list[str]:
     whole, recomputed = longest_fitting(prices, 0), longest_fitting(prices)
     # Up to the SP size at which nothing has to be recomputed any more.
     enough = next((p for p in costs.sp_sizes if whole[p] >= longest), costs.sp_sizes[-1])
-    rooms = [f"p={p} {whole[p]:,} / {recomputed[p]:,}" for p in costs.sp_sizes if p <= enough]
+    rooms = [
+        f"p={p} {_tokens(whole[p])} / {_tokens(recomputed[p])}"
+        for p in costs.sp_sizes
+        if p <= enough
+    ]
     least = next((p for p in costs.sp_sizes if recomputed[p] >= longest), None)
     lines = [
         f"Memory: {format_bytes(prices.limit_bytes)} a rank, of which the model takes "
@@ -82,6 +92,24 @@ def memory_lines(prices: Prices, longest: int) -> list[str]:
             "samples has to be that large for the short ones too."
         )
     return lines
+
+
+def _tokens(length: int) -> str:
+    return "any" if length == ANY_LENGTH else f"{length:,}"
+
+
+def unbound_line(planning: Mapping[str, Any], policies: Sequence[str]) -> list[str]:
+    """Which options of the planner were given that some policies take no notice of."""
+    baselines = [name for name in policies if name not in LIBRARY]
+    usual = PlanningOptions().to_dict()
+    given = PlanningOptions(**planning).to_dict()
+    changed = [f"--planning.{name}" for name in given if given[name] != usual[name]]
+    if not changed or not baselines:
+        return []
+    return [
+        f"Options of the planner ({', '.join(changed)}) do not bind the baselines: "
+        f"{', '.join(baselines)}."
+    ]
 
 
 def why_lines(exclusions: tuple[Exclusion, ...]) -> list[str]:

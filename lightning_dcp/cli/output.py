@@ -70,6 +70,8 @@ def plots_folder(path: str | None) -> Path | None:
             "pip install 'lightning_dcp[plot]'"
         )
     folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise OSError(f"Cannot write plots into {folder}: it is a file, not a folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from lightning_dcp.cli.checks import check_values
 from lightning_dcp.cli.output import Output, plots_folder
 from lightning_dcp.cli.setup import Setup, duration_text, set_up, share_text, sp_shares
 from lightning_dcp.planning.epoch import EpochPlan
@@ -30,6 +31,7 @@ def run_plan(args: Any) -> None:
         ValueError, OSError, ImportError: A mistake of the user, for one line on stderr.
     """
     out = Output(as_json=args.json, quiet=args.quiet)
+    check_values(args)
     folder = plots_folder(args.plots)
     if args.epoch < 0:
         raise ValueError(f"--epoch must not be negative; got {args.epoch}.")

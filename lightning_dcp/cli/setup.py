@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from lightning_dcp.cli.checks import planning_values
 from lightning_dcp.planning.costs import Costs
+from lightning_dcp.planning.feasible import Feasible, less_margin, usable_sp_sizes
 from lightning_dcp.planning.lengths import IntArray
 from lightning_dcp.planning.options import PlanningOptions
 from lightning_dcp.planning.planner import EpochPlanner
@@ -23,6 +25,7 @@ from lightning_dcp.simulation.roofline import RooflineCosts
 from lightning_dcp.simulation.workloads import Workload, log_normal, paper_mix
 
 __all__ = [
+    "ANY_LENGTH",
     "Prices",
     "Setup",
     "check_fits",
@@ -34,7 +37,10 @@ __all__ = [
     "sp_shares",
 ]
 
+ANY_LENGTH = 1 << 62
+
 _TOKENS_PER_GPU = 131_072
+_SEARCHED = 1 << 34  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +66,7 @@ class Setup:
 
     Attributes:
         workload: Lengths and their name.
+        planned: Lengths that are planned, where samples are skipped or cut.
         prices: What they cost.
         world_size: Ranks W.
         batch_size: Samples per rank and step.
@@ -68,6 +75,7 @@ class Setup:
     """
 
     workload: Workload
+    planned: IntArray
     prices: Prices
     world_size: int
     batch_size: int
@@ -82,7 +90,7 @@ class Setup:
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of a plain data-parallel epoch."""
-        return -(-self.lengths.size // (self.batch_size * self.world_size))
+        return -(-self.planned.size // (self.batch_size * self.world_size))
 
     def planner(self, policy: str) -> EpochPlanner:
         """The planner that training would use."""
@@ -101,7 +109,7 @@ class Setup:
     def describe(self) -> str:
         """One line for each of lengths, costs and step."""
         tokens = self.lengths
-        per_gpu = self.batch_size * float(tokens.mean())
+        per_gpu = self.batch_size * float(self.planned.mean())
         return (
             f"Lengths: {self.workload.name}; {tokens.size:,} samples, {tokens.sum():,} tokens, "
             f"length {tokens.min():,} to {tokens.max():,}, mean {tokens.mean():,.0f}\n"
@@ -140,29 +148,38 @@ def set_up(args: Any) -> Setup:
         ValueError: Options that contradict each other, an unknown preset, a file that makes no
             sense, a model that does not fit.
     """
-    for name in ("world_size", "num_samples", "shortest", "longest", "batch_size"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1; got {value}.")
-    if args.seed < 0:
-        raise ValueError(f"--seed must not be negative; got {args.seed}.")
-    # Before the work: also says at once that an option is wrong.
-    planning = {name: value for name, value in args.planning.items() if value is not None}
-    PlanningOptions(**planning)
-    prices = prices_for(args, args.world_size)
+    planning = planning_values(args)
+    prices = prices_for(args, args.num_gpus)
     workload = _workload(args, prices)
+    planned = workload.lengths
+    if planning.get("on_too_long", "error") != "error":
+        planned = _planned(workload, prices, args.num_gpus, PlanningOptions(**planning))
     batch_size = args.batch_size
     if batch_size is None:
-        per_gpu = round(_TOKENS_PER_GPU / float(workload.lengths.mean()))
-        batch_size = max(1, min(per_gpu, workload.num_samples // args.world_size))
+        per_gpu = round(_TOKENS_PER_GPU / float(planned.mean()))
+        batch_size = max(1, min(per_gpu, planned.size // args.num_gpus))
     return Setup(
         workload=workload,
+        planned=planned,
         prices=prices,
-        world_size=args.world_size,
+        world_size=args.num_gpus,
         batch_size=batch_size,
         seed=args.seed,
         planning=planning,
     )
+
+
+def _planned(
+    workload: Workload, prices: Prices, world_size: int, options: PlanningOptions
+) -> IntArray:
+    """Lengths as the planner takes them: a sample that it skips must not decide the step."""
+    usable, _ = usable_sp_sizes(prices.costs, world_size, options, prices.exclusions)
+    limit = prices.limit_bytes
+    feasible = Feasible(
+        prices.costs, limit, less_margin(limit, prices.costs), usable, options, workload.name
+    )
+    lengths, kept, _ = feasible.fit_lengths(workload.lengths)
+    return lengths[kept]
 
 
 def prices_for(args: Any, world_size: int) -> Prices:
@@ -191,6 +208,8 @@ def prices_for(args: Any, world_size: int) -> Prices:
 
 
 def _measured(args: Any) -> Prices:
+    if not Path(args.cost_profile).is_file():
+        raise ValueError(f"--cost-profile: there is no file {args.cost_profile}. Check the path.")
     if args.memory is None:
         raise ValueError(
             "--cost-profile needs --memory, such as --memory 72GiB: a profile does not say how "
@@ -258,13 +277,18 @@ def _workload(args: Any, prices: Prices) -> Workload:
         lengths = log_normal(median=median, sigma=sigma, **drawn).lengths
         return Workload(f"log-normal, median {median:g}, sigma {sigma:g}", lengths)
     kind = args.mix or "balanced"
-    check_fits(args.longest, prices)
+    check_fits(args.longest, prices, advice="lower --longest")
     mix = paper_mix(kind, prices.costs, limit_bytes=prices.limit_bytes, **drawn)
     return Workload(f"mix {kind}", mix.lengths)
 
 
-def check_fits(length: int, prices: Prices) -> None:
+def check_fits(length: int, prices: Prices, advice: str = "shorter samples") -> None:
     """Check that a sample fits at some SP size.
+
+    Args:
+        length: Tokens.
+        prices: Bytes and their limit.
+        advice: What else to do than to use more GPUs or memory.
 
     Raises:
         ValueError: It does not; the text says how much memory is missing and what would fit.
@@ -279,22 +303,25 @@ def check_fits(length: int, prices: Prices) -> None:
         f"A sample of {length:,} tokens fits nowhere: at p={p} with all {costs.num_blocks} blocks "
         f"recomputed it lacks {(need - prices.limit_bytes) / 2**30:.1f} GiB of the "
         f"{prices.limit_bytes / 2**30:.1f} GiB a rank may use. The longest that fits has "
-        f"{longest[p]:,} tokens. Use more GPUs, more memory, or shorter samples."
+        f"{longest[p]:,} tokens. Use more GPUs or more memory, or {advice}."
     )
 
 
 def longest_fitting(prices: Prices, recompute_blocks: int | None = None) -> dict[int, int]:
-    """SP size -> longest sample in tokens that fits (0: none), by default all recomputed."""
+    """SP size -> longest sample in tokens that fits, by default with all blocks recomputed.
+
+    0: none fits; :data:`ANY_LENGTH`: memory is no limit, as far as was searched.
+    """
     costs = prices.costs
     r = costs.num_blocks if recompute_blocks is None else recompute_blocks
     found = {}
     for p in costs.sp_sizes:
-        low, high = 0, 1 << 34  # memory grows with the length
+        low, high = 0, _SEARCHED  # memory grows with the length
         while high - low > 1:
             middle = (low + high) // 2
             fits = int(costs.memory_bytes(1, middle, p, r)) <= prices.limit_bytes
             low, high = (middle, high) if fits else (low, middle)
-        found[p] = low
+        found[p] = ANY_LENGTH if high == _SEARCHED else low
     return found
 
 

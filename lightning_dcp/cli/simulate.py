@@ -9,12 +9,14 @@ from typing import Any
 
 from rich.table import Table
 
+from lightning_dcp.cli.checks import check_values
 from lightning_dcp.cli.findings import (
     ELASTIC,
     best_static,
     conclusion,
     memory_lines,
     setting_text,
+    unbound_line,
     why_lines,
 )
 from lightning_dcp.cli.output import Output, plots_folder
@@ -33,6 +35,10 @@ from lightning_dcp.tables import format_count, format_seconds
 __all__ = ["run_simulate"]
 
 _SAMPLES = 8_000  # so many are simulated by default: about half a minute for the default policies
+_TOO_LONG = (
+    "remove or cut the samples that are longer (`lightning-dcp plan` can skip them by "
+    "--planning.on_too_long skip)"
+)
 _LEAST_STEPS, _MOST_STEPS = 2, 50
 
 Results = Mapping[str, PolicyResult]
@@ -48,6 +54,7 @@ def run_simulate(args: Any) -> None:
         ValueError, OSError, ImportError: A mistake of the user, for one line on stderr.
     """
     out = Output(as_json=args.json, quiet=args.quiet)
+    check_values(args)
     folder = plots_folder(args.plots)
     unknown = [name for name in args.policies if name not in known_policies()]
     if unknown:
@@ -58,7 +65,7 @@ def run_simulate(args: Any) -> None:
     if args.max_steps is not None and args.max_steps < 1:
         raise ValueError(f"--max-steps must be at least 1; got {args.max_steps}.")
     setup = set_up(args)
-    check_fits(int(setup.lengths.max()), setup.prices)
+    check_fits(int(setup.lengths.max()), setup.prices, _TOO_LONG)
     out.note(setup.describe())
     started = time.perf_counter()
     results = _compare(setup, args, setup.world_size, out)
@@ -71,6 +78,7 @@ def run_simulate(args: Any) -> None:
         f"those of all {setup.lengths.sum():,} tokens at the same speed.",
         *memory_lines(setup.prices, int(setup.lengths.max())),
         *why_lines(planner.exclusions),
+        *unbound_line(setup.planning, args.policies),
         *missing,
     ]
     out.show(comparison_table(setup, results), settings_table(results))
@@ -104,7 +112,7 @@ def run_simulate(args: Any) -> None:
 
 def _compare(setup: Setup, args: Any, world_size: int, out: Output) -> dict[str, PolicyResult]:
     prices = setup.prices if world_size == setup.world_size else prices_for(args, world_size)
-    check_fits(int(setup.lengths.max()), prices)
+    check_fits(int(setup.lengths.max()), prices, _TOO_LONG)
     per_step = setup.batch_size * world_size
     max_steps = args.max_steps
     if max_steps is None:

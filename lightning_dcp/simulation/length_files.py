@@ -144,6 +144,10 @@ def _read_csv(path: Path, column: str | None) -> IntArray:
     rows = _rows(path, delimiter)
     header, line = next(rows)
     header = [name.strip() for name in header]
+    if header in ([], [""]):
+        raise ValueError(
+            f"{path}, line {line}: blank, where the columns' names should be. Remove the line."
+        )
     second = next(rows, None)
     if len(header) == 1 and _DIGITS.fullmatch(header[0]):
         if column is not None:

@@ -23,7 +23,10 @@ def read_fields(path: Path, *, what: str, example: str) -> dict[Any, Any]:
         FileNotFoundError: No such file.
         ValueError: No JSON or YAML, or no mapping.
     """
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text file: byte {error.start} is not UTF-8.") from None
     try:
         if path.suffix.lower() == ".json":
             values = json.loads(text)

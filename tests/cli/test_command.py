@@ -136,7 +136,7 @@ def test_log_normal_and_mixes(run: Run) -> None:
 
 def test_config_file(run: Run, folder: Path) -> None:
     (folder / "c.yaml").write_text(
-        "world_size: 2\npolicies: [packed, dcp-intra]\nmemory: 60GiB\nnum_samples: 100\n"
+        "num_gpus: 2\npolicies: [packed, dcp-intra]\nmemory: 60GiB\nnum_samples: 100\n"
         "longest: 4096\nmodel: small.yaml\nlog_normal: [900, 1.0]\nplanning: {max_batch_size: 3}\n"
     )
     found = json.loads(run("simulate", "--config", "c.yaml", "--json", "--seed", "1")[1])
@@ -255,7 +255,7 @@ def test_a_bad_line_is_named(run: Run, folder: Path, text: str, line: int, what:
         (["--mix", "long", "--log-normal", "5", "1"], "contradict each other"),
         (["--column", "x"], "--column"),
         (["--log-normal", "5", "-1"], "sigma"),
-        (["--world-size", "0"], "--world-size must be at least 1"),
+        (["--world-size", "0"], "--num-gpus must be at least 1"),
         (["--batch-size", "0"], "--batch-size must be at least 1"),
         (["--seed", "-1"], "--seed"),
         (["--memory", "much"], "no amount of memory"),

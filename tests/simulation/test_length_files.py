@@ -78,6 +78,7 @@ def test_csv(tmp_path, name, text, column, expected) -> None:
         ("l.jsonl", '{"length": 3}\n', "jsonl files cannot be read"),
         ("l.csv", "", "is empty"),
         ("l.csv", "id,n\n", r"header \(id, n\) but no rows"),
+        ("l.csv", "\nlength\n3\n", "line 1: blank, where the columns' names should be"),
         ("l.csv", "3,5\n6,7\n", "line 1: 2 numbers where the columns' names"),
         ("l.csv", "a,b\n1,2\n", "which column.*Its columns: a, b"),
         ("l.csv", "a,b\nx,y\n", "which column.*Its columns: a, b"),
