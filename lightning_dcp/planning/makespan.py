@@ -38,7 +38,7 @@ _LEVEL_ENOUGH = 1.02  # of the bound: nothing else is tried
 _FACTORS = (1.3, 0.75, 1.7, 2.2)
 _MEMORY = 0.9  # of how often each factor has won
 _FEW = 6  # samples for which a local search is quick
-_MOST_SEARCHES = 4000  # in one epoch: a few seconds of planning
+_MOST_SEARCHES = 1500  # in one epoch: a few seconds of planning
 _MANY = 200  # large samples, for which trying takes its time
 _EPS = 1e-9
 
