@@ -110,10 +110,11 @@ def _enough_beside_the_longest(
     """
     grid = scheduler.grid
     longest_s = float(grid.quickest_s[g[:num]].max())
-    work = np.cumsum(grid.choice(longest_s).rank_s[g])
-    enough = int(np.searchsorted(work, longest_s * scheduler.world_size)) + 1
-    if enough <= num:
+    rank_s = grid.choice(longest_s).rank_s
+    wanted = longest_s * scheduler.world_size
+    if float(rank_s[g[:num]].sum()) >= wanted:
         return num
+    enough = int(np.searchsorted(np.cumsum(rank_s[g]), wanted)) + 1
     most = int(np.searchsorted(tokens_before, _LARGEST_STEP * target))
     return max(num, min(enough, most, budget, len(g)))
 
