@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_dcp.planning.lengths import IntArray
 
-__all__ = ["Buckets", "choose_edges"]
+__all__ = ["Buckets", "choose_edges", "representative"]
 
 _MAX_BOUNDARIES = 256
 _LEAST_GAIN = 0.005
@@ -106,16 +106,32 @@ def choose_edges(
 
 
 def _boundaries(sizes: IntArray, counts: IntArray) -> IntArray:
-    # At most _MAX_BOUNDARIES possible tops: even in samples, in tokens and in the logarithm, so
-    # that neither the bulk nor the long tail is coarse. The longest is always one.
+    # At most _MAX_BOUNDARIES possible tops.
     if len(sizes) <= _MAX_BOUNDARIES:
         return sizes
     third = _MAX_BOUNDARIES // 3
-    steps = np.linspace(0, 1, third + 1)[1:]
+    return representative(sizes, counts, by_mass=third, by_logarithm=third)
+
+
+def representative(
+    sizes: IntArray, counts: IntArray, *, by_mass: int, by_logarithm: int
+) -> IntArray:
+    """Few of many lengths, the longest among them.
+
+    Even in the number of samples, in tokens and in the logarithm, so that neither the bulk nor the
+    long tail is coarse.
+
+    Args:
+        sizes: (m,) distinct lengths, increasing.
+        counts: (m,) samples of each.
+        by_mass: How many by samples, and again by tokens.
+        by_logarithm: How many by the logarithm.
+    """
+    steps = np.linspace(0, 1, by_mass + 1)[1:]
     picks = [len(sizes) - 1]
     for weight in (counts, counts * sizes):
         mass = np.cumsum(weight)
         picks.extend(np.searchsorted(mass, steps * mass[-1]).tolist())
-    picks.extend(np.searchsorted(sizes, np.geomspace(sizes[0], sizes[-1], third)).tolist())
-    tops: IntArray = sizes[np.unique(np.minimum(picks, len(sizes) - 1))]
-    return tops
+    points = np.geomspace(sizes[0], sizes[-1], by_logarithm)
+    picks.extend(np.searchsorted(sizes, points).tolist())
+    return np.asarray(sizes[np.unique(np.minimum(picks, len(sizes) - 1))])

@@ -16,6 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
+from lightning_dcp.planning.buckets import representative
 from lightning_dcp.planning.candidates import batch_grid, pad_to
 from lightning_dcp.planning.costs import Costs
 from lightning_dcp.planning.fitting import FloatArray
@@ -37,14 +38,7 @@ def length_grid(lengths: IntArray) -> IntArray:
     sizes, counts = np.unique(lengths, return_counts=True)
     if len(sizes) <= _MAX_LENGTHS:
         return sizes
-    steps = np.linspace(0, 1, _MAX_LENGTHS // 4 + 1)[1:]
-    picks = [len(sizes) - 1]
-    for weight in (counts, counts * sizes):
-        mass = np.cumsum(weight)
-        picks.extend(np.searchsorted(mass, steps * mass[-1]).tolist())
-    points = np.geomspace(sizes[0], sizes[-1], _MAX_LENGTHS // 2)
-    picks.extend(np.searchsorted(sizes, points).tolist())
-    return np.asarray(sizes[np.unique(np.minimum(picks, len(sizes) - 1))])
+    return representative(sizes, counts, by_mass=_MAX_LENGTHS // 4, by_logarithm=_MAX_LENGTHS // 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,12 +48,10 @@ class Choice:
     Attributes:
         sp_index: (G,) place in ``sp_sizes`` of the cheapest SP size.
         rank_s: (G,) rank-seconds per sample, ``p T / b``.
-        single_s: (G,) seconds of one sample alone at that SP size.
     """
 
     sp_index: IntArray
     rank_s: FloatArray
-    single_s: FloatArray
 
 
 class CostGrid:
@@ -93,7 +85,6 @@ class CostGrid:
     ) -> None:
         self.lengths = lengths
         self.sp_sizes = tuple(sp_sizes)
-        self.recompute = recompute
         self.batch_sizes = batch_grid(largest_batch)
         self.times: dict[int, FloatArray] = {}
         b = self.batch_sizes[None, :]
@@ -189,9 +180,5 @@ class CostGrid:
             np.argmin(np.where(within, ranks, np.inf), axis=0),
             np.argmin(singles, axis=0),
         )
-        at = (sp_index, np.arange(len(self.lengths)))
-        return Choice(
-            sp_index=sp_index.astype(np.int64),
-            rank_s=ranks[at],
-            single_s=singles[at],
-        )
+        rank_s_of_best = ranks[sp_index, np.arange(len(self.lengths))]
+        return Choice(sp_index=sp_index.astype(np.int64), rank_s=rank_s_of_best)

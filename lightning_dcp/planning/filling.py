@@ -180,10 +180,7 @@ class Filler:
             row = rows[gs[i]]
             count = min(batches[max(bisect_right(row, each), 1) - 1], end - i)
             free[rank] = busy + self.grid.seconds(row, count)
-            out.samples.append(places[i : i + count])
-            out.count.append(count)
-            out.sp_size.append(1)
-            out.first_rank.append(rank)
+            out.add(places[i : i + count], 1, rank)
             heapq.heapreplace(heap, (free[rank], rank))
             i += count
 
@@ -209,10 +206,7 @@ class Filler:
                     return
                 row = rows[gs[i]]
                 count = min(batches[bisect_right(row, gap) - 1], stop - i)
-                out.samples.append(order[i : i + count] + offset)
-                out.count.append(count)
-                out.sp_size.append(1)
-                out.first_rank.append(rank)
+                out.add(order[i : i + count] + offset, 1, rank)
                 seconds = self.grid.seconds(row, count)
                 free[rank] += seconds
                 gap -= seconds

@@ -113,11 +113,10 @@ class StepScheduler:
             best = self._other_limits(g, bound, longest, best)
         order, free = best.order, best.free
         out = MicroBatches()
-        for minus_p, _, start, count, _ in best.tasks:
-            out.samples.append(order[start : start + count])
-            out.count.append(count)
-            out.sp_size.append(-minus_p)
-        out.first_rank.extend(best.first_ranks)
+        for (minus_p, _, start, count, _), first_rank in zip(
+            best.tasks, best.first_ranks, strict=True
+        ):
+            out.add(order[start : start + count], -minus_p, first_rank)
         if best.num_large < len(g):
             cap = self.share * best.bound_s
             short = order[best.num_large :]
@@ -149,10 +148,7 @@ class StepScheduler:
         level, size, first_ranks = place(tasks, 0.0, self.world_size)
         for task, first_rank in zip(tasks, first_ranks, strict=True):
             group = groups[task[2]]
-            out.samples.append(np.array(group.samples))
-            out.count.append(len(group.samples))
-            out.sp_size.append(group.sp_size)
-            out.first_rank.append(first_rank)
+            out.add(np.array(group.samples), group.sp_size, first_rank)
         free = [0.0] * self.world_size
         for busy, first in level:
             free[first : first + size] = [busy] * size

@@ -23,6 +23,13 @@ class MicroBatches:
     first_rank: list[int] = field(default_factory=list)
     end_s: float = 0.0
 
+    def add(self, samples: IntArray, sp_size: int, first_rank: int) -> None:
+        """Add one at the end."""
+        self.samples.append(samples)
+        self.count.append(len(samples))
+        self.sp_size.append(sp_size)
+        self.first_rank.append(first_rank)
+
     @property
     def most_steps(self) -> int:
         """Micro-batches of the rank that has most."""

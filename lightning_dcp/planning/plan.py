@@ -13,14 +13,32 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from lightning_dcp.planning.options import is_power_of_two
 
-__all__ = ["MicroBatch", "Plan"]
+__all__ = ["MicroBatch", "Plan", "busy_per_rank", "idle_share"]
+
+
+def busy_per_rank(
+    world_size: int, work: Iterable[tuple[Iterable[int], float]]
+) -> tuple[float, ...]:
+    """Seconds of work per rank, from (ranks, seconds) of each micro-batch."""
+    busy = [0.0] * world_size
+    for ranks, seconds in work:
+        for rank in ranks:
+            busy[rank] += seconds
+    return tuple(busy)
+
+
+def idle_share(busy_s: Sequence[float], makespan_s: float) -> float:
+    """``sum_ranks(makespan - busy) / (W * makespan)``: weighted by GPU (DESIGN.md 2)."""
+    if makespan_s <= 0:
+        return 0.0
+    return max(0.0, 1.0 - sum(busy_s) / (len(busy_s) * makespan_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,18 +200,12 @@ class Plan:
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
         """Predicted seconds of work per rank."""
-        busy = [0.0] * self.world_size
-        for m in self.micro_batches:
-            for rank in m.ranks:
-                busy[rank] += m.est_time_s
-        return tuple(busy)
+        return busy_per_rank(self.world_size, ((m.ranks, m.est_time_s) for m in self.micro_batches))
 
     @property
     def idle_share(self) -> float:
         """``sum_ranks(makespan - busy) / (W * makespan)``: weighted by GPU (DESIGN.md 2)."""
-        if self.makespan_s <= 0:
-            return 0.0
-        return max(0.0, 1.0 - sum(self.busy_s) / (self.world_size * self.makespan_s))
+        return idle_share(self.busy_s, self.makespan_s)
 
     @property
     def num_samples(self) -> int:

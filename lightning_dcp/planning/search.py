@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -82,34 +82,47 @@ class Problem:
     limit_bytes: int
     tokens_per_step: int
     windows: tuple[tuple[int, int], ...] | None = None
+    _grids: dict[tuple[int | None, tuple[int, ...]], CostGrid] = field(default_factory=dict)
 
-    @cache  # noqa: B019  a problem lives as long as its planner
-    def grid(self, recompute: int | None, sp_sizes: tuple[int, ...] | None = None) -> CostGrid:
-        """Costs of all lengths at the SP sizes at which at least one sample fits."""
+    def grid(self, recompute: int | None, static: StaticRule | None = None) -> CostGrid:
+        """Costs of all lengths, at all SP sizes or that of a static plan; made once."""
+        key = (recompute, self.sp_sizes if static is None else (static.sp_size,))
+        if key not in self._grids:
+            self._grids[key] = self._make_grid(*key)
+        return self._grids[key]
+
+    def _make_grid(self, recompute: int | None, sp_sizes: tuple[int, ...]) -> CostGrid:
         most = self.options.max_batch_size or _LARGEST_BATCH
         per_rank = self.tokens_per_step / self.world_size
         useful = math.ceil(2 * per_rank / int(self.lengths.min()))
         return CostGrid(
             self.costs,
             self.grid_lengths,
-            sp_sizes=self.sp_sizes if sp_sizes is None else sp_sizes,
+            sp_sizes=sp_sizes,
             pad_multiple=self.options.pad_multiple,
             limit_bytes=self.limit_bytes,
             largest_batch=max(1, min(most, useful, self.lengths.size, _LARGEST_BATCH)),
             recompute=recompute,
         )
 
-    @property
+    @cached_property
     def grid_lengths(self) -> IntArray:
         """(G,) lengths that costs are tabulated for."""
-        return _grid_lengths(self)
+        return np.unique(np.concatenate([length_grid(self.lengths), self.longest]))
+
+    @cached_property
+    def longest(self) -> IntArray:
+        """(K,) longest sample of each bucket."""
+        found = np.zeros(len(self.buckets), dtype=np.int64)
+        np.maximum.at(found, self.bucket, self.lengths)
+        return found
 
     def exclusions(self, recompute: int | None) -> list[Exclusion]:
         """Where not even one sample of a bucket's longest fits at an SP size."""
         most = self.costs.num_blocks if recompute is None else recompute
         found = []
         for k in range(len(self.buckets)):
-            longest = self.longest_of(k)
+            longest = int(self.longest[k])
             for p in self.sp_sizes:
                 padded = pad_to(longest, p, self.options.pad_multiple)
                 missing = int(self.costs.memory_bytes(1, padded, p, most)) - self.limit_bytes
@@ -121,9 +134,16 @@ class Problem:
                     found.append(Exclusion(p, reason, *self.buckets.bounds(k)))
         return found
 
-    def longest_of(self, k: int) -> int:
-        """Longest sample of bucket k."""
-        return int(self.lengths[self.bucket == k].max())
+    @cached_property
+    def _grid_index(self) -> list[int]:
+        """Place in the grid of each bucket's longest sample."""
+        return [int(g) for g in np.searchsorted(self.grid_lengths, self.longest)]
+
+    @cached_property
+    def _samples_by_length(self) -> IntArray:
+        """(G,) samples at each length of the grid, rounded up."""
+        g = np.searchsorted(self.grid_lengths, self.lengths)
+        return np.bincount(g, minlength=len(self.grid_lengths)).astype(np.int64)
 
     def elastic(self, recompute: int | None) -> list[Configuration]:
         """Configurations that follow the lengths."""
@@ -148,15 +168,15 @@ class Problem:
                 continue
             if full_recompute:
                 r = self.costs.num_blocks
-            grid = self.grid(r, (p,))
+            grid = self.grid(r, StaticRule(p))
             times = grid.times[p]
             if not np.isfinite(times[-1, 0]):
                 continue
             slowest = times[-1, 0] * (1 + 1e-9)
             sizes, budget = [], padded
             for k in range(len(self.buckets)):
-                top = self.longest_of(k)
-                row = times[int(grid.index_of(np.array([top]))[0])]
+                top = int(self.longest[k])
+                row = times[self._grid_index[k]]
                 fair = max(1, int(self.tokens_per_step * p / self.world_size / top))
                 size = min(int(grid.batch_sizes[np.count_nonzero(row <= slowest) - 1]), fair)
                 sizes.append(size)
@@ -205,7 +225,7 @@ class Problem:
         """Plan the samples of ``order`` (positions in ``lengths``; ``ids`` names them)."""
         lengths = self.lengths[order]
         rule = configuration.static
-        grid = self.grid(configuration.recompute, None if rule is None else (rule.sp_size,))
+        grid = self.grid(configuration.recompute, rule)
         g = grid.index_of(lengths)
         if rule is not None:
             cuts = token_windows(lengths, num_iterations) if windows is None else windows
@@ -268,7 +288,7 @@ class Problem:
     def static_bound_s(self, configuration: Configuration, num_iterations: int) -> float:
         """Seconds that no epoch with this static plan can be below."""
         assert configuration.static is not None
-        grid = self.grid(configuration.recompute, (configuration.static.sp_size,))
+        grid = self.grid(configuration.recompute, configuration.static)
         shorter = np.maximum(np.searchsorted(grid.lengths, self.lengths, side="right") - 1, 0)
         work = float(grid.choice().rank_s[shorter].sum())
         return work / self.world_size + num_iterations * self.costs.step_overhead_s
@@ -276,17 +296,15 @@ class Problem:
     def shown_choice(self, configuration: Configuration, k: int, num_iterations: int) -> Candidate:
         """What a bucket's longest samples get in an ordinary iteration."""
         rule = configuration.static
-        grid = self.grid(configuration.recompute, None if rule is None else (rule.sp_size,))
-        top = self.longest_of(k)
-        g = int(grid.index_of(np.array([top]))[0])
+        grid = self.grid(configuration.recompute, rule)
+        top, g = int(self.longest[k]), self._grid_index[k]
         if rule is not None:
             p = rule.sp_size
             fits = int(grid.batch_sizes[np.count_nonzero(np.isfinite(grid.times[p][g])) - 1])
             wanted = rule.token_budget // top if rule.token_budget else rule.batch_sizes[k]
             size = max(1, min(wanted, fits))
         else:
-            all_g = grid.index_of(self.lengths)
-            whole = float(grid.choice().rank_s[all_g].sum())
+            whole = float(grid.choice().rank_s @ self._samples_by_length)
             step_s = whole / (num_iterations * self.world_size)
             p = grid.sp_sizes[int(grid.choice(step_s).sp_index[g])]
             row = grid.times[p][g]
@@ -298,10 +316,8 @@ class Problem:
 
     def alternatives(self, configuration: Configuration, k: int) -> tuple[Candidate, ...]:
         """Best throughput at each SP size that fits a bucket's longest samples."""
-        rule = configuration.static
-        grid = self.grid(configuration.recompute, None if rule is None else (rule.sp_size,))
-        top = self.longest_of(k)
-        g = int(grid.index_of(np.array([top]))[0])
+        grid = self.grid(configuration.recompute, configuration.static)
+        top, g = int(self.longest[k]), self._grid_index[k]
         found = []
         for p, times in grid.times.items():
             row = times[g]
@@ -319,12 +335,6 @@ class Problem:
             recompute=recompute,
             limit_bytes=self.limit_bytes,
         )
-
-
-@cache
-def _grid_lengths(problem: Problem) -> IntArray:
-    tops = [problem.longest_of(k) for k in range(len(problem.buckets))]
-    return np.unique(np.concatenate([length_grid(problem.lengths), tops])).astype(np.int64)
 
 
 def _even_windows(n: int, num: int) -> list[tuple[int, int]]:

@@ -91,9 +91,6 @@ def schedule_static(
         for i in np.argsort(-seconds, kind="stable").tolist():
             free, first = groups[0]
             heapq.heapreplace(groups, (free + float(seconds[i]), first))
-            step.samples.append(order[starts[i] : starts[i + 1]])
-            step.count.append(counts[i])
-            step.sp_size.append(p)
-            step.first_rank.append(first)
+            step.add(order[starts[i] : starts[i + 1]], p, first)
         out.add(step, np.arange(start, stop))
     return out

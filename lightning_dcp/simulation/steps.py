@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from lightning_dcp.planning.plan import Plan
+from lightning_dcp.planning.plan import Plan, busy_per_rank, idle_share
 
 __all__ = [
     "SimulatedStep",
@@ -145,18 +145,12 @@ class SimulatedStep:
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
         """Seconds of work per rank."""
-        busy = [0.0] * self.world_size
-        for task in self.tasks:
-            for rank in task.ranks:
-                busy[rank] += task.time_s
-        return tuple(busy)
+        return busy_per_rank(self.world_size, ((task.ranks, task.time_s) for task in self.tasks))
 
     @property
     def idle_share(self) -> float:
         """``sum_ranks(makespan - busy) / (W * makespan)``: weighted by GPU (DESIGN.md 2)."""
-        if self.makespan_s <= 0:
-            return 0.0
-        return max(0.0, 1.0 - sum(self.busy_s) / (self.world_size * self.makespan_s))
+        return idle_share(self.busy_s, self.makespan_s)
 
     @property
     def num_samples(self) -> int:

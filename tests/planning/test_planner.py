@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import math
+import weakref
 from itertools import pairwise
 from typing import Any
 
@@ -179,6 +181,16 @@ def test_options_seed_goes_first_and_unshuffled_epochs_start_at_the_start() -> N
         plain.epoch(0)[0].to_dict()["micro_batches"] == plain.epoch(5)[0].to_dict()["micro_batches"]
     )
     assert any(0 in m.sample_ids for m in plain.epoch(0)[0].micro_batches)
+
+
+def test_a_planner_that_is_no_longer_used_is_freed() -> None:
+    planner = planner_for(log_normal(300), 4)
+    planner.epoch(0)
+    planner.bucket_table()
+    gone = weakref.ref(planner._problem)
+    del planner
+    gc.collect()
+    assert gone() is None, "its tables and lengths would stay for as long as the process"
 
 
 def test_inputs_name_what_differs() -> None:
