@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies.ddp import DDPStrategy
+from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
 
-class GuardedCollectives(DDPStrategy):
-    """Collectives over all ranks, which must not start while a rank is inside a micro-batch."""
+class GuardedCollectives(ParallelStrategy):
+    """Collectives over all ranks, which must not start while a rank is inside a micro-batch.
+
+    Mixed in before one of Lightning's strategies, which implements what is abstract here.
+    """
 
     #: Name under which the strategy is registered.
     strategy_name: str
@@ -32,17 +35,17 @@ class GuardedCollectives(DDPStrategy):
             # Lightning 2.6.6 averages integer batch sizes over ranks and floors: 1.5 becomes 1
             # (Lightning issue 21838).
             tensor = tensor.to(torch.float64 if tensor.device.type != "mps" else torch.float32)
-        return super().reduce(tensor, group, reduce_op)
+        return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self._refuse_inside_micro_batch("barrier")
-        super().barrier(*args, **kwargs)
+        super().barrier(*args, **kwargs)  # type: ignore[safe-super]
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         self._refuse_inside_micro_batch("broadcast")
-        return super().broadcast(obj, src)
+        return super().broadcast(obj, src)  # type: ignore[safe-super]
 
     @override
     def all_gather(

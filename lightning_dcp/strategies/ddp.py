@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies.ddp import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     import lightning as L
 
 
-class DCPDDPStrategy(DCPStrategyMixin):
+class DCPDDPStrategy(DCPStrategyMixin, DDPStrategy):
     """Data-Centric Parallel with the model replicated on each rank (`strategy="dcp_ddp"`).
 
     NOTE [Closing pass]

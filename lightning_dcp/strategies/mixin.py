@@ -54,6 +54,7 @@ from lightning_dcp.strategies.preparation import Preparation, TrainPreparer
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+    from datetime import timedelta
 
     import lightning as L
     from lightning.pytorch.profilers import Profiler
@@ -68,9 +69,11 @@ if TYPE_CHECKING:
 
 
 class DCPStrategyMixin(PlannedCheckpoints):
-    """Plan-driven training for a strategy that is, or inherits from, Lightning's DDPStrategy."""
+    """Plan-driven training, mixed into one of Lightning's strategies (before it)."""
 
     settings: DCPSettings
+    #: Of collectives; Lightning's strategies set it.
+    _timeout: timedelta | None
     _preparer: TrainPreparer | None = None
     _preparation: Preparation | None = None
     _runtime: BlockRuntime | None = None
@@ -90,6 +93,11 @@ class DCPStrategyMixin(PlannedCheckpoints):
     def planner(self) -> EpochPlanner | None:
         """Makes the plans of every epoch; None before `setup` and outside of `fit`."""
         return None if self._preparation is None else self._preparation.planner
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return 0 if self.parallel_devices is None else len(self.parallel_devices)
 
     @property
     def cost_profile(self) -> CostProfile | None:
