@@ -22,8 +22,12 @@ __all__ = ["EpochPlan"]
 class EpochPlan(Sequence[Plan]):
     """All plans of an epoch; ``len()`` is the number of iterations. Made by ``EpochPlanner.epoch``.
 
+    Or the plans of what is left of an epoch (``EpochPlanner.rest``): place i then holds the plan of
+    iteration ``first_iteration + i``.
+
     Attributes:
         epoch: Epoch, from 0.
+        first_iteration: Iteration of the first plan.
         world_size: Number of ranks.
         offsets: (N + 1,) iteration i has micro-batches ``offsets[i]:offsets[i + 1]``.
         batch_sizes, seq_lens, num_tokens_of, sp_sizes, first_ranks, recompute_blocks, time_s,
@@ -42,8 +46,10 @@ class EpochPlan(Sequence[Plan]):
         pad_multiple: int,
         limit_bytes: int,
         recompute: int | None,
+        first_iteration: int = 0,
     ) -> None:
         self.epoch = epoch
+        self.first_iteration = first_iteration
         self.world_size = world_size
         self.offsets: IntArray = np.array(schedule.offsets, dtype=np.int64)
         self.batch_sizes: IntArray = np.array(schedule.count, dtype=np.int64)
@@ -100,7 +106,7 @@ class EpochPlan(Sequence[Plan]):
         ]
         return Plan(
             epoch=self.epoch,
-            iteration=iteration,
+            iteration=self.first_iteration + iteration,
             world_size=self.world_size,
             micro_batches=tuple(
                 MicroBatch(tuple(ids[ends[i] - ends[0] : ends[i + 1] - ends[0]]), *values)
@@ -110,6 +116,10 @@ class EpochPlan(Sequence[Plan]):
 
     def __iter__(self) -> Iterator[Plan]:
         return (self[i] for i in range(len(self)))
+
+    def sample_ids(self, stop: int) -> IntArray:
+        """Dataset indices of the samples of the first ``stop`` plans."""
+        return self._ids[: int(self._sample_offsets[self.offsets[stop]])]
 
     @cached_property
     def busy_s(self) -> FloatArray:
@@ -161,7 +171,10 @@ class EpochPlan(Sequence[Plan]):
 
     def digest(self) -> str:
         """SHA-256 (hex) of all plans of the epoch."""
-        digest = hashlib.sha256(f"{self.epoch}/{self.world_size}".encode())
+        name = f"{self.epoch}/{self.world_size}"
+        if self.first_iteration:
+            name += f"/{self.first_iteration}"
+        digest = hashlib.sha256(name.encode())
         for column in (
             self.offsets,
             self._ids,

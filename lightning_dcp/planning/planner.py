@@ -18,6 +18,7 @@ from lightning_dcp.planning.epoch import EpochPlan
 from lightning_dcp.planning.feasible import Feasible, less_margin, usable_sp_sizes
 from lightning_dcp.planning.lengths import IntArray, as_lengths
 from lightning_dcp.planning.options import STATIC_POLICIES, PlanningOptions
+from lightning_dcp.planning.rest import BoolArray, cut_windows
 from lightning_dcp.planning.search import Configuration, Problem
 
 __all__ = ["BucketChoice", "EpochPlanner"]
@@ -161,43 +162,107 @@ class EpochPlanner:
         elif self._windows is not None:
             self.num_iterations = len(self._windows)
         else:
-            static = self.options.policy in STATIC_POLICIES
-            self.num_iterations = self._problem.num_iterations(
-                self._static_recompute() if static else self._recompute, lengths_used
-            )
+            self.num_iterations = self._num_steps(np.arange(lengths_used.size))
         self._search()
         self.exclusions: tuple[Exclusion, ...] = tuple(self._exclusions)
 
     def epoch(self, epoch: int) -> EpochPlan:
         """All plans of an epoch (0, 1, ...), ``num_iterations`` of them."""
+        return self._best(self._order(epoch), epoch, self.num_iterations, self._windows)
+
+    def rest(
+        self,
+        epoch: int,
+        consumed: BoolArray,
+        *,
+        first_iteration: int = 0,
+        num_iterations: int | None = None,
+    ) -> EpochPlan:
+        """Plan what is left of an epoch that was begun with other plans.
+
+        The samples that are left come in the order of this planner's epoch, each once, in steps of
+        the size that this planner aims at.
+
+        Args:
+            epoch: Epoch, from 0.
+            consumed: (n,) whether a sample of the dataset was trained on already.
+            first_iteration: Number of the first plan: how many iterations were run.
+            num_iterations: Steps; by default what the step size asks for. Policy
+                ``"global-batch"`` always takes its windows.
+
+        Raises:
+            ValueError: ``consumed`` has not one flag per sample, or nothing is left.
+        """
+        if np.shape(consumed) != self._given_lengths.shape:
+            raise ValueError(
+                f"`consumed` needs one flag for each of {self._given_lengths.size} samples; got "
+                f"shape {np.shape(consumed)}."
+            )
+        order = self._order(epoch)
+        order = order[~np.asarray(consumed, dtype=bool)[self._ids[order]]]
+        if not order.size:
+            raise ValueError(f"Nothing is left of epoch {epoch}: all samples are consumed.")
+        windows = None
+        if self._windows is not None:
+            windows = cut_windows(order.size, self.batch_size * self.world_size)
+            num_iterations = len(windows)
+        elif num_iterations is None:
+            num_iterations = self._num_steps(order)
+        return self._best(
+            order, epoch, min(num_iterations, order.size), windows, first_iteration=first_iteration
+        )
+
+    def _order(self, epoch: int) -> IntArray:
+        """Positions in ``_ids`` in the order of an epoch."""
         if epoch < 0:
             raise ValueError(f"epoch must not be negative; got {epoch}.")
         n = self._ids.size
         if not self.shuffle:
-            order = np.arange(n, dtype=np.int64)
-        elif self.sample_order is not None:
-            order = np.asarray(self.sample_order(epoch, n), dtype=np.int64)
-        else:
-            order = np.random.default_rng([self.seed, epoch]).permutation(n).astype(np.int64)
-        plan = self._plan(self._configuration, order, epoch)
+            return np.arange(n, dtype=np.int64)
+        if self.sample_order is not None:
+            return np.asarray(self.sample_order(epoch, n), dtype=np.int64)
+        return np.random.default_rng([self.seed, epoch]).permutation(n).astype(np.int64)
+
+    def _best(
+        self,
+        order: IntArray,
+        epoch: int,
+        num_iterations: int,
+        windows: tuple[tuple[int, int], ...] | None,
+        *,
+        first_iteration: int = 0,
+    ) -> EpochPlan:
+        """Plans of the samples of ``order``, by the configuration that is predicted to be best."""
+
+        def planned(configuration: Configuration) -> EpochPlan:
+            return self._problem.plan(
+                configuration,
+                order,
+                epoch=epoch,
+                num_iterations=num_iterations,
+                windows=windows,
+                ids=self._ids,
+                first_iteration=first_iteration,
+            )
+
+        plan = planned(self._configuration)
         # Never worse: a static plan that is predicted to be quicker takes its place.
         for static in self._static:
             if static == self._configuration:
                 continue
-            if self._problem.static_bound_s(static, self.num_iterations) < plan.predicted_time_s:
-                other = self._plan(static, order, epoch)
+            bound = self._problem.static_bound_s(static, num_iterations, order)
+            if bound < plan.predicted_time_s:
+                other = planned(static)
                 if other.predicted_time_s < plan.predicted_time_s:
                     plan = other
         return plan
 
-    def _plan(self, configuration: Configuration, order: IntArray, epoch: int) -> EpochPlan:
-        return self._problem.plan(
-            configuration,
-            order,
-            epoch=epoch,
-            num_iterations=self.num_iterations,
-            windows=self._windows,
-            ids=self._ids,
+    def _num_steps(self, order: IntArray) -> int:
+        """Steps of the size aimed at that the samples of ``order`` take."""
+        static = self.options.policy in STATIC_POLICIES
+        return self._problem.num_iterations(
+            self._static_recompute() if static else self._recompute,
+            self._problem.lengths[order],
         )
 
     def bucket_table(self) -> tuple[BucketChoice, ...]:
@@ -264,8 +329,7 @@ class EpochPlanner:
         """What each step of a DDP run takes of the order, without the repeats at its end."""
         if self.options.policy != "global-batch":
             return None
-        size = self.batch_size * self.world_size
-        return tuple((start, min(start + size, n)) for start in range(0, n, size))
+        return cut_windows(n, self.batch_size * self.world_size)
 
     def _static_recompute(self) -> int | None:
         return self.cost_model.num_blocks if self.static_recompute == "full" else None

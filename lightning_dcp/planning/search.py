@@ -221,6 +221,7 @@ class Problem:
         num_iterations: int,
         windows: Sequence[tuple[int, int]] | None = None,
         ids: IntArray | None = None,
+        first_iteration: int = 0,
     ) -> EpochPlan:
         """Plan the samples of ``order`` (positions in ``lengths``; ``ids`` names them)."""
         lengths = self.lengths[order]
@@ -260,6 +261,7 @@ class Problem:
             pad_multiple=self.options.pad_multiple,
             limit_bytes=self.limit_bytes,
             recompute=configuration.recompute,
+            first_iteration=first_iteration,
         )
 
     def quickest(
@@ -285,11 +287,15 @@ class Problem:
         # The first that is as good as the best: shares are sorted by the number of micro-batches.
         return configurations[int(np.argmax(np.array(times) <= _AS_GOOD * min(times)))]
 
-    def static_bound_s(self, configuration: Configuration, num_iterations: int) -> float:
-        """Seconds that no epoch with this static plan can be below."""
+    def static_bound_s(
+        self, configuration: Configuration, num_iterations: int, order: IntArray
+    ) -> float:
+        """Seconds that no static plan of the samples of ``order`` can be below."""
         assert configuration.static is not None
         grid = self.grid(configuration.recompute, configuration.static)
-        shorter = np.maximum(np.searchsorted(grid.lengths, self.lengths, side="right") - 1, 0)
+        shorter = np.maximum(
+            np.searchsorted(grid.lengths, self.lengths[order], side="right") - 1, 0
+        )
         work = float(grid.choice().rank_s[shorter].sum())
         return work / self.world_size + num_iterations * self.costs.step_overhead_s
 
