@@ -27,6 +27,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
 )
 from typing_extensions import override
@@ -175,7 +176,7 @@ class PlanDataset(Dataset[IterationSamples]):
     def __getitem__(self, key: PlanKey) -> IterationSamples:
         samples = []
         for index, ids in enumerate(key.sample_ids):
-            with _drawing_alike(key.rng_keys, index, 0):
+            with drawing_alike(key.rng_keys, index, 0):
                 read = zip(ids, self._read(ids), strict=True)
                 samples.append([self._cut(i, sample) for i, sample in read])
         return IterationSamples(key.epoch, key.iteration, samples, key.rng_keys)
@@ -206,7 +207,7 @@ class PlanDataset(Dataset[IterationSamples]):
 
 
 @contextmanager
-def _drawing_alike(rng_keys: tuple[tuple[int, ...], ...], index: int, stage: int) -> Iterator[None]:
+def drawing_alike(rng_keys: tuple[tuple[int, ...], ...], index: int, stage: int) -> Iterator[None]:
     """Seed torch, `random` and numpy for one micro-batch, and put them back.
 
     The ranks of an SP group load the same micro-batch, each in a worker of its own: augmentation
@@ -235,7 +236,7 @@ class PlanCollate:
         """Collate one iteration."""
         micro_batches = []
         for index, micro_batch in enumerate(samples.samples):
-            with _drawing_alike(samples.rng_keys, index, 1):
+            with drawing_alike(samples.rng_keys, index, 1):
                 micro_batches.append(self.collate(micro_batch))
         return IterationBatch(samples.epoch, samples.iteration, micro_batches)
 
@@ -280,10 +281,38 @@ def build_plan_loader(
             "iterations of a plan in the same order."
         )
     max_length: int | None = getattr(planner, "truncate_to", None)
-    to_cut = _samples_to_cut(planner, max_length)
+    to_cut = samples_to_cut(planner, max_length)
+    if max_length is None:
+        truncate = None  # a method of the user's module, which need not go to workers
     dataset = PlanDataset(spec.dataset, truncate, max_length, to_cut)
     sampler = PlanSampler(planner, rank=rank, world_size=world_size, epoch=epoch)
-    collate = PlanCollate(spec.collate_fn)
+    loader = remake_loader(dataloader, dataset, sampler, PlanCollate(spec.collate_fn))
+    # Methods of a loader that can resume, as Lightning looks for them, else it warns. They do
+    # nothing: the strategy itself saves where the plans are, and goes on there.
+    loader.state_dict = _no_state
+    loader.load_state_dict = _ignore_state
+    return loader
+
+
+def _no_state() -> dict[str, Any]:
+    return {}
+
+
+def _ignore_state(state_dict: dict[str, Any]) -> None:
+    """What another loader has saved says nothing of plans."""
+
+
+def remake_loader(
+    dataloader: DataLoader[Any],
+    dataset: PlanDataset,
+    sampler: Sampler[PlanKey],
+    collate: Callable[[IterationSamples], Any],
+) -> DataLoader[Any]:
+    """The user's loader with another data set, sampler and collate function; all else is kept.
+
+    Raises:
+        TypeError: A `DataLoader` subclass that iterates in its own way or cannot be made again.
+    """
     if type(dataloader) is not DataLoader:
         return _subclass_loader(dataloader, dataset, sampler, collate)
     more = {}
@@ -306,7 +335,7 @@ def build_plan_loader(
     )
 
 
-def _samples_to_cut(planner: Any, max_length: int | None) -> frozenset[int]:
+def samples_to_cut(planner: Any, max_length: int | None) -> frozenset[int]:
     """Samples planned with just the length that is cut to: cut ones, and any as long by nature."""
     if max_length is None:
         return frozenset()
@@ -314,10 +343,13 @@ def _samples_to_cut(planner: Any, max_length: int | None) -> frozenset[int]:
 
 
 def _subclass_loader(
-    dataloader: DataLoader[Any], dataset: PlanDataset, sampler: PlanSampler, collate: PlanCollate
+    dataloader: DataLoader[Any],
+    dataset: PlanDataset,
+    sampler: Sampler[PlanKey],
+    collate: Callable[[IterationSamples], Any],
 ) -> DataLoader[Any]:
     name = type(dataloader).__name__
-    way_out = f"Return a plain `torch.utils.data.DataLoader` instead of {name} for training."
+    way_out = f"Return a plain `torch.utils.data.DataLoader` instead of {name}."
     own_way = [m for m in ("__iter__", "__len__", "_get_iterator") if _overrides(dataloader, m)]
     if own_way:
         raise TypeError(

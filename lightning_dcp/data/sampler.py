@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -11,6 +12,8 @@ from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from lightning_dcp.data.batch import PlanKey
+from lightning_dcp.planning.epoch import EpochPlan
+from lightning_dcp.planning.rest import BoolArray
 
 if TYPE_CHECKING:
     from lightning_dcp.planning.plan import Plan
@@ -25,6 +28,23 @@ class Planner(Protocol):
 
     def epoch(self, epoch: int) -> Sequence[Plan]:
         """The `num_iterations` plans of one epoch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rest:
+    """Plans of what is left of an interrupted epoch, in place of the epoch's own.
+
+    Attributes:
+        epoch: The epoch.
+        first_iteration: Iteration of the first plan.
+        plans: None left is possible.
+        consumed: (n,) which samples of the data set were trained on before the first plan.
+    """
+
+    epoch: int
+    first_iteration: int
+    plans: Sequence[Plan]
+    consumed: BoolArray
 
 
 def distributed_order(seed: int) -> Callable[[int, int], npt.NDArray[np.int64]]:
@@ -50,8 +70,9 @@ class PlanSampler(DistributedSampler[Any]):
     shards again nor replaces, and whose `set_epoch` it calls before each epoch. It needs no
     `torch.distributed`: rank and world size are given.
 
-    The only state is `epoch`, and after `resume` the iteration to go on with: plans are a pure
-    function of the epoch, so that a sampler made anew goes over the same keys. Each iterator
+    The only state is `epoch`, and after `resume` the iteration to go on with and what replaces the
+    plans of that epoch: plans are a pure function of the epoch, so that a sampler made anew goes
+    over the same keys. Each iterator
     belongs to one epoch and its keys say which. NOTE (early iterators): Lightning makes the first
     iterator, whose workers fetch at once, before it calls `set_epoch`; in a resumed run that would
     be the plan of epoch 0. Hence the `epoch` argument. For all later epochs Lightning calls
@@ -82,34 +103,83 @@ class PlanSampler(DistributedSampler[Any]):
         self.epoch = epoch
         self._planned: dict[int, Sequence[Plan]] = {}
         self._first_iteration = 0
+        self._rest: Rest | None = None
+        self._when_over: Callable[[], None] | None = None
 
-    def resume(self, epoch: int, iteration: int) -> None:
+    def resume(
+        self,
+        epoch: int,
+        iteration: int,
+        rest: Rest | None = None,
+        when_over: Callable[[], None] | None = None,
+    ) -> None:
         """Let the next iterator begin in the middle of an epoch; those after it begin at 0.
 
         Args:
             epoch: The epoch that was interrupted.
             iteration: The first iteration that has not been run.
+            rest: Takes the place of the epoch's plans from its first iteration on.
+            when_over: Called when the epoch after one with a `rest` begins, whose number of
+                iterations is the ordinary one again.
         """
+        self._rest = None
         self.set_epoch(epoch)
         self._first_iteration = iteration
+        self._rest = rest
+        self._when_over = when_over
+
+    @override
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self._first_iteration = 0  # nothing may have been left of the epoch resumed
+        super().set_epoch(epoch)
+        if self._rest is not None and epoch != self._rest.epoch:
+            self._rest = None
+            if self._when_over is not None:
+                self._when_over()
+
+    @property
+    def rest(self) -> Rest | None:
+        """What replaces the plans of the running epoch from some iteration on; mostly None."""
+        return self._rest
 
     @override
     def __len__(self) -> int:
-        """Iterations per epoch, the same for every rank and epoch."""
+        """Iterations of the epoch, the same for every rank, and for every epoch without a rest."""
+        if self._rest is not None:
+            return self._rest.first_iteration + len(self._rest.plans)
         return self.planner.num_iterations
 
+    def plan(self, epoch: int, iteration: int) -> Plan:
+        """The plan of one iteration."""
+        rest = self._rest
+        if rest is not None and epoch == rest.epoch:
+            return rest.plans[iteration - rest.first_iteration]
+        return self.plans(epoch)[iteration]
+
+    def consumed_ids(self, epoch: int, iteration: int) -> npt.NDArray[np.int64]:
+        """Samples of the iterations before `iteration`, from `rest.first_iteration` or 0 on."""
+        rest = self._rest
+        plans, stop = self.plans(epoch) if rest is None else rest.plans, iteration
+        if rest is not None:
+            stop -= rest.first_iteration
+        if isinstance(plans, EpochPlan):
+            return plans.sample_ids(stop)
+        ids = [i for plan in plans[:stop] for m in plan.micro_batches for i in m.sample_ids]
+        return np.array(ids, dtype=np.int64)
+
     def plans(self, epoch: int) -> Sequence[Plan]:
-        """The plans of an epoch, made once: iterators and whoever runs the plans share them.
+        """The plans of a whole epoch, made once: iterators and whoever runs them share them.
 
         Raises:
             RuntimeError: The planner made another number of plans than it promised.
         """
         if epoch not in self._planned:
             plans = self.planner.epoch(epoch)
-            if len(plans) != len(self):
+            if len(plans) != self.planner.num_iterations:
                 raise RuntimeError(
                     f"The planner made {len(plans)} plans for epoch {epoch}, but promised "
-                    f"{len(self)} for every epoch."
+                    f"{self.planner.num_iterations} for every epoch."
                 )
             # Two epochs meet where workers already fetch the next one.
             newest = sorted(self._planned)[-1:]
@@ -120,12 +190,11 @@ class PlanSampler(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[PlanKey]:
         # Being a generator, it reads `epoch` at the first key, not when it is made: see NOTE (early
         # iterators).
-        epoch = self.epoch
-        plans = self.plans(epoch)
+        epoch, num_iterations = self.epoch, len(self)
         seed = int(getattr(self.planner, "seed", 0))
         first, self._first_iteration = self._first_iteration, 0
-        for iteration in range(first, len(plans)):
-            plan = plans[iteration]
+        for iteration in range(first, num_iterations):
+            plan = self.plan(epoch, iteration)
             yield PlanKey(
                 epoch,
                 iteration,

@@ -19,6 +19,10 @@ LENGTHS_HOOK = (
 )
 
 
+class UnknownForm(TypeError):
+    """A sample whose length cannot be told from its form."""
+
+
 def fetch_samples(dataset: Any, sample_ids: Sequence[int]) -> list[Any]:
     """Read samples as torch's own fetcher does: all at once where the data set offers it.
 
@@ -62,12 +66,12 @@ def sample_length(sample: Any) -> int:
         The length in tokens.
 
     Raises:
-        TypeError: The form is another one, or leaves doubt which dimension is the sequence; the
+        UnknownForm: The form is another one, or leaves doubt which dimension is the sequence; the
             message says what was found and which hook to override.
     """
     length = _length_or_none(sample)
     if length is None:
-        raise TypeError(
+        raise UnknownForm(
             f"The length of a sample cannot be told from its form: {describe(sample)}. Known forms "
             "are a 1-D tensor, array or list; a mapping or object with one of "
             f"{', '.join(TOKEN_KEYS)}; a tuple that starts with one of these. {LENGTHS_HOOK}."

@@ -35,7 +35,7 @@ Undo = Callable[[], None]
 
 
 @contextmanager
-def preserve(module: nn.Module) -> Iterator[None]:
+def preserve(module: nn.Module, *, parameters: bool = True) -> Iterator[None]:
     """Restore ``module`` and all global random states on exit, also when the body raises.
 
     Restored bit-identically: parameters, their ``requires_grad`` and gradients (a gradient that
@@ -47,6 +47,8 @@ def preserve(module: nn.Module) -> Iterator[None]:
     Args:
         module: The model; the objects (``Parameter``, buffer and gradient tensors) stay the same
             ones, so that whoever holds a reference, an optimizer for one, is not misled.
+        parameters: Whether values and gradients of parameters are restored. Their copies are what
+            costs, and a body without a backward pass does not need them.
 
     Note:
         Copies of accelerator tensors are kept in host memory, so that the memory that the body
@@ -60,8 +62,9 @@ def preserve(module: nn.Module) -> Iterator[None]:
         for submodule in module.modules():
             stack.callback(_registered(submodule))
         with torch.no_grad():
-            for parameter in module.parameters():
-                stack.callback(_parameter(parameter))
+            if parameters:
+                for parameter in module.parameters():
+                    stack.callback(_parameter(parameter))
             for buffer in module.buffers():
                 stack.callback(_tensor(buffer))
         yield

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.data import _replace_dunder_methods
+from lightning.fabric.utilities.types import _Stateful
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -447,6 +448,14 @@ def test_subclasses_are_made_again() -> None:
     assert rebuilt.name == "mine"
     reference = [[ids_in(mb) for mb in b.micro_batches] for b in plan_loader()]
     assert [[ids_in(mb) for mb in b.micro_batches] for b in rebuilt] == reference
+
+
+@pytest.mark.parametrize("cls", [DataLoader, Named])
+def test_lightning_takes_it_for_one_that_can_resume(cls: type[DataLoader]) -> None:
+    loader = plan_loader(cls(DATASET, batch_size=4, collate_fn=pad_with_minus_one))
+    assert isinstance(loader, _Stateful)
+    loader.load_state_dict({"of another": "loader"})
+    assert loader.state_dict() == {}
 
 
 def test_subclasses_made_inside_a_hook_are_made_again_from_their_arguments() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_dcp.data import PlanKey, PlanSampler
+from lightning_dcp.data.sampler import Rest
 from tests.data.toys import RoundRobinPlanner, TokenDataset, make_planner, some_lengths
 
 LENGTHS = some_lengths(40)
@@ -64,6 +66,39 @@ def test_an_epoch_is_planned_once() -> None:
         assert sampler.plans(epoch)[0].for_rank(0)[0].sample_ids == keys[0].sample_ids[0]
     sampler.plans(0)  # an iterator of the next epoch does not push the current one out
     assert calls == [0, 1]
+
+
+def test_a_rest_takes_the_place_of_the_plans_of_its_epoch_only() -> None:
+    planner = make_planner(LENGTHS, 2)
+    whole = planner.epoch(1)
+    rest = Rest(
+        epoch=1, first_iteration=2, plans=whole[5:8], consumed=np.zeros(len(LENGTHS), dtype=bool)
+    )
+    over: list[int] = []
+    sampler = PlanSampler(planner, rank=0, world_size=2)
+    sampler.resume(1, 3, rest, lambda: over.append(sampler.epoch))
+    sampler.set_epoch(1)  # as Lightning does when the epoch goes on
+    assert len(sampler) == 5 and sampler.rest is rest
+    keys = list(sampler)
+    assert [key.iteration for key in keys] == [3, 4]
+    assert keys[0].sample_ids == tuple(mb.sample_ids for mb in whole[6].for_rank(0))
+    assert sampler.plan(1, 2) == whole[5] and sampler.plan(0, 0) == planner.epoch(0)[0]
+    expected = [i for plan in whole[5:7] for mb in plan.micro_batches for i in mb.sample_ids]
+    assert sampler.consumed_ids(1, 4).tolist() == expected
+    assert over == []
+    sampler.set_epoch(2)
+    assert over == [2] and sampler.rest is None
+    assert len(sampler) == len(list(sampler)) == planner.num_iterations
+
+
+def test_nothing_left_of_an_epoch_takes_nothing_from_the_next() -> None:
+    """An iterator that is never asked for a key does not take up where to begin."""
+    planner = make_planner(LENGTHS, 2)
+    sampler = PlanSampler(planner, rank=0, world_size=2)
+    sampler.resume(1, planner.num_iterations)
+    iter(sampler)
+    sampler.set_epoch(2)
+    assert [key.iteration for key in sampler] == list(range(planner.num_iterations))
 
 
 def test_wrong_arguments_and_broken_promises() -> None:
