@@ -53,8 +53,11 @@ from typing import Any
 # The fork server imports torch once; each rank is then a fork of it and starts in milliseconds.
 # Nothing in the server has run a kernel or started a thread, so that the fork is safe.
 _CONTEXT = multiprocessing.get_context("forkserver")
-# torch._dynamo and sympy with it would else be imported by each rank at its first checkpoint: 3 s.
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "numpy"])
+# torch._dynamo and sympy with it would else be imported by each rank at its first checkpoint: 3 s;
+# Lightning at its first import: another 2 s. (Not deepspeed: it asks for CUDA when it is imported.)
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", "numpy", "lightning.pytorch"]
+)
 
 _GRACE_S = 3.0  # for the other ranks, once one has failed
 
