@@ -1,6 +1,7 @@
 """Data-Centric Parallel for PyTorch Lightning.
 
-Importing this package registers the strategies `dcp` (DeepSpeed ZeRO-1) and `dcp_ddp`::
+Importing this package registers the strategies `dcp` (DeepSpeed ZeRO-1), `dcp_ddp` and `dcp_fsdp`
+(FSDP2)::
 
     import lightning as L
     import lightning_dcp
@@ -10,9 +11,9 @@ Importing this package registers the strategies `dcp` (DeepSpeed ZeRO-1) and `dc
 "DCP" is Data-Centric Parallel here, not `torch.distributed.checkpoint`.
 """
 
-from lightning_dcp.command_process import is_command
+from lightning_dcp.command_process import runs_without_torch
 
-if not is_command():  # which runs without torch
+if not runs_without_torch():  # as `lightning-dcp simulate` and `plan` do
     from lightning_dcp.callback import DCPCallback
     from lightning_dcp.data.datamodule import DCPDataModuleMixin
     from lightning_dcp.parallel.attention import attention
@@ -20,6 +21,7 @@ if not is_command():  # which runs without torch
     from lightning_dcp.profiling.options import ProfilingOptions
     from lightning_dcp.strategies.ddp import DCPDDPStrategy
     from lightning_dcp.strategies.deepspeed import DCPStrategy
+    from lightning_dcp.strategies.fsdp import DCPFSDPStrategy
     from lightning_dcp.strategies.registration import register_strategies
 
     register_strategies()
@@ -30,6 +32,7 @@ __all__ = [
     "DCPCallback",
     "DCPDDPStrategy",
     "DCPDataModuleMixin",
+    "DCPFSDPStrategy",
     "DCPStrategy",
     "PlanningOptions",
     "ProfilingOptions",

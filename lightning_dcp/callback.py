@@ -67,8 +67,8 @@ class DCPCallback(Callback):
         if stage == "fit" and not _is_dcp(trainer.strategy):
             raise MisconfigurationException(
                 f"DCPCallback needs a DCP strategy, but the Trainer has "
-                f"{type(trainer.strategy).__name__}. Use Trainer(strategy='dcp') or 'dcp_ddp' "
-                "(after `import lightning_dcp`), or remove the callback."
+                f"{type(trainer.strategy).__name__}. Use Trainer(strategy='dcp'), 'dcp_ddp' or "
+                "'dcp_fsdp' (after `import lightning_dcp`), or remove the callback."
             )
 
     @override

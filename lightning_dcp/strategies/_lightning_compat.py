@@ -18,14 +18,16 @@ automatic_optimization``                  returns the loss that callbacks see; o
                                           iteration's mean there
 ``LightningModule.
 _on_before_batch_transfer``               would hand the user's hook a list of micro-batches
+``LightningModule._compiler_ctx``         to refuse a module that was compiled as a whole
 ``LightningModule._current_fx_name``      is "backward" while micro-batches 1.. run, which would
                                           file their logs under another key
-``trainer._results.batch(_size)``         from which Lightning guesses a batch size
+``_ResultCollection._extract_batch_size`` guesses the batch size of what callbacks log from the
+                                          batch; that of an iteration is not to be guessed
+``_ResultMetric._forward_cache``          the value of a step of a metric object
 ``trainer._loggers``                      replaced by a DummyLogger while the cost profile is made
-``fit_loop._data_source``                 to know whether a train loader exists at all
-``fit_loop._combined_loader``             to see that one loader follows another in the same
-                                          reading, and to have the loader made again
-``fit_loop._data_fetcher``                to restart loading after a checkpoint was restored
+``fit_loop._data_source``                 to know whether a train loader exists at all, and to see
+                                          what the user gave before Lightning takes it apart
+``fit_loop._combined_loader``             to have the loader made again
 ``_logger_connector``                     to reset values of the former epoch on a rank that has
                                           not logged yet, as `self.log` does elsewhere
 ========================================  =====================================================
@@ -64,14 +66,13 @@ LogCall = Callable[..., None]
 class IterationResults(_ResultCollection):
     """Lightning's store of logged values, with a hook for values logged inside a micro-batch.
 
-    While `collector` is set, tensors given to `self.log` go to it (they are reduced once, at the
-    end of the iteration); everything else is Lightning's.
+    What `collector` takes is reduced once, at the end of the iteration; everything else is
+    Lightning's.
     """
 
     def __init__(self, training: bool) -> None:
         super().__init__(training)
-        self.collector: Callable[[str, str, Tensor, dict[str, Any]], None] | None = None
-        self.metric_seen: Callable[[str, str, Metric, dict[str, Any]], None] | None = None
+        self.collector: Callable[[str, str, Tensor | Metric, dict[str, Any]], bool] | None = None
         #: Samples of the running iteration over all ranks: the batch size of what callbacks log.
         self.iteration_batch_size = 1
 
@@ -83,12 +84,11 @@ class IterationResults(_ResultCollection):
 
     @override
     def log(self, fx: str, name: str, value: Any, **kwargs: Any) -> None:
-        if isinstance(value, Metric):
-            if self.metric_seen is not None:
-                self.metric_seen(fx, name, value, kwargs)
-        elif self.collector is not None and isinstance(value, Tensor):
-            self.collector(fx, name, value, kwargs)
-            return
+        if self.collector is None or not self.collector(fx, name, value, kwargs):
+            self.file(fx, name, value, **kwargs)
+
+    def file(self, fx: str, name: str, value: Any, **kwargs: Any) -> None:
+        """Store a value as Lightning does."""
         super().log(fx, name, value, **kwargs)
 
 
@@ -120,6 +120,7 @@ class TrainerPatches:
         trainer: L.Trainer,
         pl_module: L.LightningModule,
         *,
+        check_train_loader: Callable[[object], None],
         prepare_train_loader: Callable[[DataLoader[Any]], DataLoader[Any]],
         iteration_loss: Callable[[], Tensor | None],
     ) -> None:
@@ -147,6 +148,16 @@ class TrainerPatches:
 
         connector._prepare_dataloader = prepare_dataloader  # type: ignore[method-assign]
 
+        self._source = trainer.fit_loop._data_source
+        request = self._source.dataloader
+
+        def dataloader() -> Any:
+            loaders = request()
+            check_train_loader(loaders)
+            return loaders
+
+        self._source.__dict__["dataloader"] = dataloader
+
         before_transfer = pl_module._on_before_batch_transfer
 
         def on_before_batch_transfer(batch: Any, dataloader_idx: int = 0) -> Any:
@@ -160,6 +171,7 @@ class TrainerPatches:
     def remove(self) -> None:
         """Undo everything. Safe to call twice."""
         self._trainer._data_connector.__dict__.pop("_prepare_dataloader", None)
+        self._source.__dict__.pop("dataloader", None)
         self._pl_module.__dict__.pop("_on_before_batch_transfer", None)
         epoch_loop = self._trainer.fit_loop.epoch_loop
         if epoch_loop._results is self.results:
@@ -221,12 +233,9 @@ def step_arguments(pl_module: L.LightningModule, batch: Any) -> tuple[Any, ...]:
     return (batch, 0) if takes_index else (batch,)
 
 
-def set_current_batch(trainer: L.Trainer, batch: Any) -> None:
-    """Let Lightning infer a logged value's batch size from this micro-batch."""
-    results = trainer._results
-    if results is not None:
-        results.batch = batch
-        results.batch_size = None
+def is_compiled(pl_module: L.LightningModule) -> bool:
+    """Whether the module as a whole went through `torch.compile`."""
+    return pl_module._compiler_ctx is not None
 
 
 def has_train_loader(trainer: L.Trainer) -> bool:
@@ -243,10 +252,10 @@ def file_reduced_value(
         # Lightning resets in `self.log`, which an idle rank has not called in this epoch.
         results.reset(metrics=False, fx=key.fx)
     connector._current_fx = key.fx
-    results.log(
+    results.file(
         key.fx,
         key.name,
-        value.to(torch.get_default_dtype()),
+        value,
         prog_bar=key.prog_bar,
         logger=key.logger,
         on_step=key.on_step,
@@ -255,16 +264,23 @@ def file_reduced_value(
         # "Synchronised" by the identity: no collective, and no warning that it should be.
         sync_dist=True,
         sync_dist_fn=_identity,
-        batch_size=max(1, round(weight)),
+        # Lightning adds integers up exactly.
+        batch_size=int(weight) if weight == int(weight) else weight,
     )
 
 
-def file_metric(pl_module: L.LightningModule, results: IterationResults, key: LogKey) -> None:
-    """Register a metric object that other ranks log and this one does not: all must compute it."""
-    stored = results.get(f"{key.fx}.{key.name}")
-    if (stored is not None and not stored.has_reset) or key.metric_attribute is None:
-        return
-    results.log(
+def file_metric(
+    pl_module: L.LightningModule,
+    results: IterationResults,
+    key: LogKey,
+    step_value: Tensor | None,
+) -> None:
+    """Give Lightning a metric object that some rank has logged: all ranks must compute it.
+
+    Its value of the step is the iteration's, not that of this rank's last micro-batch.
+    """
+    assert key.metric_attribute is not None
+    results.file(
         key.fx,
         key.name,
         pl_module.get_submodule(key.metric_attribute),
@@ -274,37 +290,17 @@ def file_metric(pl_module: L.LightningModule, results: IterationResults, key: Lo
         on_epoch=key.on_epoch,
         metric_attribute=key.metric_attribute,
     )
+    results[f"{key.fx}.{key.name}"]._forward_cache = step_value
 
 
 def _identity(value: Any, *_: Any, **__: Any) -> Any:
     return value
 
 
-def combined_train_loader(trainer: L.Trainer) -> object:
-    """What Lightning holds of the train loaders; another object after each reload."""
-    return trainer.fit_loop._combined_loader
-
-
 def reload_train_loader(trainer: L.Trainer) -> None:
     """Ask the user's hook for the train loader again, and prepare it again."""
     trainer.fit_loop._combined_loader = None
     trainer.fit_loop.setup_data()
-
-
-def restart_train_loader(trainer: L.Trainer) -> None:
-    """Begin the train loader's epoch anew: what workers have fetched is dropped."""
-    assert trainer.fit_loop._data_fetcher is not None
-    iter(trainer.fit_loop._data_fetcher)
-
-
-def iterations_done(trainer: L.Trainer) -> int:
-    """Iterations of the current epoch that a restored checkpoint has behind it; else 0."""
-    loop = trainer.fit_loop.epoch_loop
-    if not loop.restarting:
-        return 0
-    # A checkpoint that was saved in `on_train_batch_end` does not count that batch yet.
-    done = loop.batch_progress.current.completed + int(loop.restarted_on_train_batch_end)
-    return int(done % max(1, int(trainer.num_training_batches)))
 
 
 def shuffles_under_ddp(trainer: L.Trainer) -> bool:

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_dcp.strategies import _lightning_compat as compat
-from lightning_dcp.strategies.checks import warn_of_other_plans
+from lightning_dcp.planning.rest import flags
+from lightning_dcp.strategies import _lightning_compat_resume as compat
+from lightning_dcp.strategies.agreement import check_same_on_all_ranks
+from lightning_dcp.strategies.checkpoint_files import kind_of, read_torch_folder, read_zero_folder
 from lightning_dcp.strategies.collectives import GuardedCollectives
+from lightning_dcp.strategies.plan_state import KEY, PlanState
+from lightning_dcp.strategies.resuming import resume
 
 if TYPE_CHECKING:
+    import lightning as L
+
     from lightning_dcp.data.sampler import PlanSampler
     from lightning_dcp.planning.planner import EpochPlanner
 
-_KEY = "lightning_dcp"
-
 
 class PlannedCheckpoints(GuardedCollectives):
-    """Saves what plans were made from, and continues an epoch at the iteration it had reached."""
+    """Saves which samples of the epoch were consumed, and continues the epoch with the others."""
 
-    #: What the plans of a restored checkpoint were made from; empty where none was restored.
-    _saved_inputs: Mapping[str, str] = MappingProxyType({})
+    #: What a restored checkpoint says of its plans; None where none was restored.
+    _saved_plan: PlanState | None = None
 
     @property
     def planner(self) -> EpochPlanner | None:
@@ -35,33 +43,127 @@ class PlannedCheckpoints(GuardedCollectives):
         """Carries the plans into the train loader; None outside of `fit`."""
         raise NotImplementedError
 
+    # ---- saving ----------------------------------------------------------------------------------
+
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        if self.planner is not None:
-            checkpoint[_KEY] = {"plan_inputs": dict(self.planner.inputs)}
+        # `_plan_state` is for us what Lightning keeps of a loader that can resume; a run with
+        # another loader would refuse Lightning's entry.
+        compat.leave_loader_state_out(checkpoint)
+        state = self._plan_state()
+        if state is not None:
+            checkpoint[KEY] = state.to_plain()
+        self._write_checkpoint(checkpoint, filepath, storage_options)
+
+    def _write_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None
+    ) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _plan_state(self) -> PlanState | None:
+        planner, sampler = self.planner, self.train_sampler
+        if planner is None or sampler is None:
+            return None
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        iteration = compat.iterations_to_save(trainer)
+        num_samples, rest = int(planner.lengths.size), sampler.rest
+        before = np.zeros(num_samples, dtype=bool) if rest is None else rest.consumed
+        begun_at = 0 if rest is None else rest.first_iteration
+        consumed = before
+        if iteration > begun_at:
+            ran = sampler.consumed_ids(sampler.epoch, iteration)
+            consumed = before | flags(ran, num_samples)
+        return PlanState(
+            inputs=planner.inputs,
+            epoch=sampler.epoch,
+            iteration=iteration,
+            num_iterations=int(trainer.num_training_batches),
+            consumed=consumed,
+            begun_at=min(begun_at, iteration),
+            consumed_before=before,
+        )
+
+    # ---- loading ---------------------------------------------------------------------------------
 
     @override
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
-        self._saved_inputs = checkpoint.get(_KEY, {}).get("plan_inputs", {})
+        checkpoint = self._read_checkpoint(checkpoint_path, weights_only)
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING and KEY in checkpoint:
+            self._saved_plan = PlanState.from_plain(checkpoint[KEY])
         return checkpoint
+
+    def _read_checkpoint(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        """A checkpoint of any kind that `checkpoint_files` knows, as a file's content."""
+        kind = kind_of(path)
+        if isinstance(self, ModelParallelStrategy):
+            if kind == "zero":
+                raise MisconfigurationException(
+                    f"{str(path)!r} is a folder that DeepSpeed wrote, which"
+                    f" strategy='{self.strategy_name}' cannot read. Load it with strategy='dcp' and"
+                    " save it again (save_distributed_checkpoint=False): every strategy reads that."
+                )
+            return self._read_file(path, weights_only)
+        if kind == "zero":
+            return read_zero_folder(Path(path), weights_only)
+        if kind == "torch":
+            return read_torch_folder(Path(path), weights_only)
+        checkpoint = self._read_file(path, weights_only)
+        if "state_dict" not in checkpoint:
+            raise MisconfigurationException(
+                f"{str(path)!r} is not a Lightning checkpoint: it has no entry 'state_dict'. To"
+                " train from weights alone load them into the model, and call `fit` without"
+                " ckpt_path."
+            )
+        return checkpoint
+
+    def _read_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        loaded: dict[str, Any] = super().load_checkpoint(path, weights_only)
+        return loaded
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        sampler, planner, saved = self.train_sampler, self.planner, self._saved_plan
+        self._saved_plan = None
+        if sampler is None or planner is None:
+            return
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        epoch, iteration = trainer.current_epoch, compat.iterations_done(trainer)
-        sampler, planner = self.train_sampler, self.planner
-        if sampler is not None and planner is not None and (iteration or sampler.epoch != epoch):
-            # A checkpoint was restored after the loader had been made, and its workers have begun
-            # with the first plan.
-            if iteration:
-                warn_of_other_plans(self._saved_inputs, planner.inputs)
-            sampler.resume(epoch, iteration)
-            compat.restart_train_loader(trainer)
+        unfinished = saved.epoch if saved is not None and saved.unfinished else None
+        point = compat.resume_point(trainer, unfinished)
+        found = resume(saved, point, planner)
+        if not point.iterations and sampler.epoch == point.epoch:
+            return
+        # A checkpoint was restored after the loader had been made, and its workers have begun with
+        # the first plan.
+        check_same_on_all_ranks(
+            "the rest of the epoch",
+            {
+                "epoch": str(point.epoch),
+                "iterations run": str(point.iterations),
+                "plans": found.digest,
+            },
+            "Give every rank the same checkpoint.",
+        )
+        sampler.resume(point.epoch, point.iterations, found.rest, lambda: self._end_rest(trainer))
+        if found.rest is not None:
+            compat.set_epoch_length(trainer, len(sampler), point.iterations)
+        compat.restart_train_loader(trainer)
+        compat.show_epoch(trainer)
+        if found.told:
+            (rank_zero_info if found.exact else rank_zero_warn)(found.told)
+
+    def _end_rest(self, trainer: L.Trainer) -> None:
+        assert self.planner is not None
+        compat.set_epoch_length(trainer, self.planner.num_iterations)
+
+    @override
+    def teardown(self) -> None:
+        self._saved_plan = None
+        super().teardown()

@@ -10,14 +10,26 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import BatchSizeFinder, Callback, GradientAccumulationScheduler
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    Callback,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS
 from torchmetrics import Metric
 
+from lightning_dcp.strategies import _lightning_compat as compat
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import lightning as L
     from torch.optim import Optimizer
@@ -60,6 +72,81 @@ def check_trainer(trainer: L.Trainer, strategy_name: str) -> None:
             )
 
 
+def check_callbacks(trainer: L.Trainer, pl_module: L.LightningModule, strategy_name: str) -> None:
+    """Refuse callbacks that change parameters behind the engine's back, where that goes wrong.
+
+    Raises:
+        MisconfigurationException: finetuning callbacks; weight averaging, pruning and learning rate
+            finder where the engine shards what they touch; averaging that ends in a pass for
+            BatchNorm.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, BaseFinetuning):
+            raise MisconfigurationException(
+                f"{name} unfreezes parameters during training, but strategy='{strategy_name}'"
+                " reduces, and plans memory for, the parameters that are trainable when `fit`"
+                " begins. Remove the callback: freeze by requires_grad_(False) and `fit`, then"
+                " unfreeze and `fit` again."
+            )
+        if isinstance(callback, LearningRateFinder) and strategy_name != "dcp_ddp":
+            raise MisconfigurationException(
+                f"{name} puts a scheduler on an optimizer that is a plain torch one and winds"
+                f" training back, which the engine of strategy='{strategy_name}' does not allow."
+                " Search with strategy='dcp_ddp', then remove the callback."
+            )
+        if isinstance(callback, StochasticWeightAveraging):
+            if strategy_name != "dcp_ddp":
+                raise MisconfigurationException(
+                    f"{name} does not support engines that shard the model or its optimizer, as"
+                    f" that of strategy='{strategy_name}' does. Use strategy='dcp_ddp', or"
+                    " WeightAveraging with strategy='dcp'."
+                )
+            if any(isinstance(module, _BatchNorm) for module in pl_module.modules()):
+                raise MisconfigurationException(
+                    f"{name} ends with a pass without backward that recomputes BatchNorm"
+                    f" statistics, which strategy='{strategy_name}' cannot run from a plan. Use a"
+                    " normalisation without batch statistics (LayerNorm, RMSNorm, GroupNorm), or"
+                    " remove the callback."
+                )
+        if isinstance(callback, ModelPruning) and strategy_name != "dcp_ddp":
+            raise MisconfigurationException(
+                f"{name} replaces parameters during training, but the engine of"
+                f" strategy='{strategy_name}' keeps (and shards) those that it began with. Use"
+                " strategy='dcp_ddp'."
+            )
+        if isinstance(callback, WeightAveraging) and strategy_name == "dcp_fsdp":
+            raise MisconfigurationException(
+                f"{name} averages parameters that each rank holds whole, but"
+                f" strategy='{strategy_name}' shards them. Use strategy='dcp_ddp' or 'dcp'."
+            )
+
+
+def check_train_loader(loaders: object, strategy_name: str) -> None:
+    """Refuse anything but one train loader, as the user gave it or `train_dataloader` returned it.
+
+    Raises:
+        MisconfigurationException: several loaders, or one in a collection.
+    """
+    given = type(loaders).__name__
+    if not isinstance(loaders, CombinedLoader):
+        if not isinstance(loaders, (list, tuple, dict)):
+            return
+        loaders = CombinedLoader(loaders)
+    if len(loaders.flattened) == 1:
+        raise MisconfigurationException(
+            f"The train loader was given inside a {given}, so `training_step` would expect its"
+            f" batches inside one too; strategy='{strategy_name}' hands over micro-batches as your"
+            " `collate_fn` makes them. Give the DataLoader itself."
+        )
+    raise MisconfigurationException(
+        f"Several train loaders were given; strategy='{strategy_name}' plans one, since a plan puts"
+        " samples together by length and not by where they come from. Join the data sets with"
+        " torch.utils.data.ConcatDataset and return one DataLoader."
+    )
+
+
 def check_module(pl_module: L.LightningModule, strategy_name: str) -> None:
     """Refuse LightningModules whose training step cannot be repeated for several micro-batches.
 
@@ -81,6 +168,12 @@ def check_module(pl_module: L.LightningModule, strategy_name: str) -> None:
             " once per micro-batch with an ordinary batch. Use the signature"
             " training_step(self, batch, batch_idx)."
         )
+    if compat.is_compiled(pl_module):
+        raise MisconfigurationException(
+            f"{name} was compiled as a whole by torch.compile, which would trace past the hooks by"
+            f" which strategy='{strategy_name}' shares and recomputes blocks. Compile inside"
+            " `configure_model`: `for block in self.blocks: block.compile()`."
+        )
     for path, module in pl_module.named_modules():
         if getattr(module, "sparse", False) is True:
             raise MisconfigurationException(
@@ -101,6 +194,14 @@ def one_optimizer(strategy_name: str) -> Iterator[None]:
     """Around `configure_optimizers`: Lightning's advice on several optimizers is refused here."""
     try:
         yield
+    except MisconfigurationException as error:
+        if "single optional scheduler" not in str(error):
+            raise
+        raise MisconfigurationException(
+            "`configure_optimizers` returned several learning rate schedulers, but the engine of"
+            f" strategy='{strategy_name}' takes one. Join them in a ChainedScheduler or"
+            " SequentialLR of torch.optim.lr_scheduler, or use strategy='dcp_ddp'."
+        ) from error
     except RuntimeError as error:
         if "multiple optimizers" not in str(error):
             raise
@@ -125,6 +226,20 @@ def check_optimizers(optimizers: Sequence[Optimizer], strategy_name: str) -> Non
         )
 
 
+def check_has_optimizer(optimizer: Optimizer, strategy_name: str) -> None:
+    """Refuse a module without an optimizer, for an engine that shards one.
+
+    Raises:
+        MisconfigurationException: `configure_optimizers` returned None.
+    """
+    if not any(group["params"] for group in optimizer.param_groups):
+        raise MisconfigurationException(
+            "`configure_optimizers` returned no optimizer, but the engine of"
+            f" strategy='{strategy_name}' shards one over the ranks. Return one, or use"
+            " strategy='dcp_ddp'."
+        )
+
+
 def check_memory_limit(limit_bytes: int, fixed_bytes: int) -> None:
     """Refuse a memory limit that the model alone does not fit into.
 
@@ -137,23 +252,4 @@ def check_memory_limit(limit_bytes: int, fixed_bytes: int) -> None:
             f" optimizer state and buffers alone take {fixed_bytes:,}: no sample could run. Raise"
             " the limit above that, use more ranks (the optimizer state is sharded under"
             " strategy='dcp'), or use a smaller model."
-        )
-
-
-def warn_of_other_plans(saved: Mapping[str, str], current: Mapping[str, str]) -> None:
-    """Say so if a run goes on in the middle of an epoch with other plans than it began with.
-
-    Args:
-        saved: what the plans of the checkpoint were made from (`EpochPlanner.inputs`).
-        current: the same of this run.
-    """
-    differing = [name for name in current if saved.get(name) != current[name]]
-    if differing:
-        shown = "; ".join(
-            f"{name}: {saved.get(name, 'unknown')} -> {current[name]}" for name in differing
-        )
-        rank_zero_warn(
-            "DCP: this checkpoint was saved in the middle of an epoch whose plans were made from"
-            f" something else ({shown}). Until this epoch ends, samples may be repeated or left"
-            " out; later epochs take each sample exactly once again."
         )

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_dcp.planning.options import PlanningOptions
 from lightning_dcp.profiling.options import ProfilingOptions
-from lightning_dcp.strategies.gradients import zero_for
+from lightning_dcp.strategies.checkpoint_files import with_frozen_parameters
+from lightning_dcp.strategies.gradients import forward_replaced, zero_for
 from lightning_dcp.strategies.iteration import LossAverage
 from lightning_dcp.strategies.mixin import DCPStrategyMixin
 from lightning_dcp.strategies.settings import DCPSettings
@@ -33,8 +42,8 @@ class DCPDDPStrategy(DCPStrategyMixin, DDPStrategy):
         in its buckets, with its comm hook. A parameter without a gradient takes part as zeros.
 
     Args:
-        policy: how plans are made: `dcp-intra` (default), `dcp-inter`, or the baseline `bucket`.
-            Short for `planning.policy`.
+        policy: how plans are made: `dcp-intra` (default), `dcp-inter`, `global-batch`, or the
+            baselines `bucket` and `packed`. Short for `planning.policy`.
         planning: step size, accumulation limits, buckets, SP sizes, memory limit, seed.
         profiling: time budget and cache of the cost profile.
         blocks: dotted path of the `ModuleList` or `Sequential` that holds the repeated blocks, such
@@ -46,13 +55,25 @@ class DCPDDPStrategy(DCPStrategyMixin, DDPStrategy):
             `label`, `targets` or `target`, or the second of two tensors), else tokens, with a
             warning.
         ignore_index: label that bears no loss.
+        accelerator: set by the Trainer.
+        parallel_devices: set by the Trainer.
+        cluster_environment: how processes find each other; by default found out.
+        checkpoint_io: how checkpoints are written and read.
+        precision_plugin: set by the Trainer.
+        ddp_comm_state: what `ddp_comm_hook` is given.
+        ddp_comm_hook: how gradients are reduced, in place of an all-reduce; one that compresses is
+            not exact.
+        ddp_comm_wrapper: wrapped around `ddp_comm_hook`.
+        model_averaging_period: refused: it lets ranks' parameters differ.
+        process_group_backend: `nccl` on CUDA and `gloo` on CPU by default.
         timeout: of collectives.
-        kwargs: further arguments of Lightning's `DDPStrategy`.
+        start_method: how ranks are started: `popen`, or a start method of `multiprocessing`.
+        kwargs: further arguments of PyTorch's `DistributedDataParallel`.
     """
 
     strategy_name = "dcp_ddp"
-    #: Names of the parameters that DDP reduces.
-    _reduced: frozenset[str] = frozenset()
+    #: The parameters that DDP reduces, with their names.
+    _reduced: dict[Parameter, str] | None = None
 
     def __init__(
         self,
@@ -63,14 +84,39 @@ class DCPDDPStrategy(DCPStrategyMixin, DDPStrategy):
         sequence_dims: dict[str, int | None] | None = None,
         loss_average: LossAverage = "auto",
         ignore_index: int = -100,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        if kwargs.get("model_averaging_period") is not None:
+        if model_averaging_period is not None:
             raise MisconfigurationException(
                 "model_averaging_period lets ranks' parameters differ, which strategy='dcp_ddp'"
                 " does not support."
             )
-        super().__init__(**kwargs)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            **kwargs,
+        )
         self.settings = DCPSettings.make(
             policy=policy,
             planning=planning,
@@ -95,10 +141,10 @@ class DCPDDPStrategy(DCPStrategyMixin, DDPStrategy):
             self._reduce_gradients()
         self.lightning_module.zero_grad(set_to_none=True)
 
-    def _trainable(self) -> frozenset[str]:
+    def _trainable(self) -> dict[Parameter, str]:
         assert self.lightning_module is not None
         named = self.lightning_module.named_parameters()
-        return frozenset(name for name, p in named if p.requires_grad)
+        return {p: name for name, p in named if p.requires_grad}
 
     @override
     def _forward_training_step(self, *args: Any) -> Any:
@@ -110,8 +156,10 @@ class DCPDDPStrategy(DCPStrategyMixin, DDPStrategy):
     def _reduce_gradients(self) -> None:
         assert isinstance(self.model, DistributedDataParallel) and self.lightning_module is not None
         pl_module = self.lightning_module
-        if self._trainable() != self._reduced:
-            changed = ", ".join(sorted(self._trainable() ^ self._reduced))
+        # By identity: pruning, for one, renames parameters.
+        before, now = self._reduced or {}, self._trainable()
+        if now.keys() != before.keys():
+            changed = ", ".join(sorted({**before, **now}[p] for p in now.keys() ^ before.keys()))
             raise RuntimeError(
                 f"`requires_grad` of {changed} was changed during training. DDP reduces the"
                 " parameters that were trainable when `fit` began: ranks would drift apart. Set"
@@ -121,16 +169,14 @@ class DCPDDPStrategy(DCPStrategyMixin, DDPStrategy):
         def closing(*_: Any, **__: Any) -> Tensor:
             return zero_for(p for p in pl_module.parameters() if p.requires_grad)
 
-        shadowed = pl_module.__dict__.get("forward")
-        pl_module.__dict__["forward"] = closing
-        try:
+        with forward_replaced(pl_module, closing):
             zero = self.model()
-        finally:
-            if shadowed is None:
-                del pl_module.__dict__["forward"]
-            else:
-                pl_module.__dict__["forward"] = shadowed
         zero.backward()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = with_frozen_parameters(checkpoint["optimizer_states"], self.optimizers)
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
 
     @override
     def fixed_bytes(self, pl_module: L.LightningModule) -> int:

@@ -16,18 +16,18 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.ddp import DDPStrategy
-from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_dcp.planning.options import PlanningOptions
 from lightning_dcp.profiling.options import ProfilingOptions
-from lightning_dcp.strategies.checks import check_optimizers, one_optimizer
+from lightning_dcp.strategies.checks import check_has_optimizer, check_optimizers, one_optimizer
 from lightning_dcp.strategies.extension_lock import wait_for_build_lock
 from lightning_dcp.strategies.gradients import zero_for
 from lightning_dcp.strategies.iteration import LossAverage
 from lightning_dcp.strategies.mixin import DCPStrategyMixin
 from lightning_dcp.strategies.settings import DCPSettings
+from lightning_dcp.strategies.zero_checkpoints import PlainZeroCheckpoints
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -44,15 +44,15 @@ _STAGE_REFUSED = {
 }
 
 
-class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
+class DCPStrategy(DCPStrategyMixin, PlainZeroCheckpoints):
     """Data-Centric Parallel on DeepSpeed's ZeRO stage 1 (`strategy="dcp"`).
 
     Backward passes accumulate locally (`managed_gradient_accumulation: false`); the engine's `step`
     reduces once per iteration, clips by the global norm, and updates this rank's shard.
 
     Args:
-        policy: how plans are made: `dcp-intra` (default), `dcp-inter`, or the baseline `bucket`.
-            Short for `planning.policy`.
+        policy: how plans are made: `dcp-intra` (default), `dcp-inter`, `global-batch`, or the
+            baselines `bucket` and `packed`. Short for `planning.policy`.
         planning: step size, accumulation limits, buckets, SP sizes, memory limit, seed.
         profiling: time budget and cache of the cost profile.
         blocks: dotted path of the `ModuleList` or `Sequential` that holds the repeated blocks, such
@@ -74,6 +74,8 @@ class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
         process_group_backend: `nccl` on CUDA and `gloo` on CPU by default.
         timeout: of collectives.
         exclude_frozen_parameters: leave frozen parameters out of checkpoints.
+        save_distributed_checkpoint: write a folder in DeepSpeed's format, each rank its shard,
+            instead of one file that every strategy loads.
     """
 
     strategy_name = "dcp"
@@ -96,6 +98,7 @@ class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         exclude_frozen_parameters: bool = False,
+        save_distributed_checkpoint: bool = False,
     ) -> None:
         super().__init__(
             stage=stage,
@@ -119,6 +122,7 @@ class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
             loss_average=loss_average,
             ignore_index=ignore_index,
         )
+        self.save_distributed_checkpoint = save_distributed_checkpoint
         assert isinstance(self.config, dict)
         _check_config(self.config)
         self.config["managed_gradient_accumulation"] = False
@@ -160,6 +164,7 @@ class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
         # DeepSpeed allocates the whole bucket, by default hundreds of megabytes, for any model.
         bucket_size = int(zero.get("reduce_bucket_size", 200_000_000))
         zero["reduce_bucket_size"] = max(1, min(bucket_size, num_parameters))
+        groups = [] if optimizer is None else [list(g["params"]) for g in optimizer.param_groups]
         index: Any = self.root_device.index  # None on a CPU, where torch's stub says int
         engine, engine_optimizer, _, _ = deepspeed.initialize(
             args=argparse.Namespace(device_rank=self.local_rank if index is None else index),
@@ -170,12 +175,14 @@ class DCPStrategy(DCPStrategyMixin, DeepSpeedStrategy):
             lr_scheduler=lr_scheduler,
             dist_init_required=False,
         )
+        self.keep_zero_state(engine_optimizer, [group for group in groups if group], model)
         return engine, engine_optimizer
 
     @override
     def _init_optimizers(self) -> tuple[Any, Any]:
         with one_optimizer(self.strategy_name):
             optimizer, scheduler = super()._init_optimizers()
+        check_has_optimizer(optimizer, self.strategy_name)
         check_optimizers([optimizer], self.strategy_name)
         return optimizer, scheduler
 

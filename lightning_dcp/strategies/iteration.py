@@ -21,8 +21,8 @@ NOTE [Gradient weights]
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -32,6 +32,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_dcp.parallel.targets import count_targets
+from lightning_dcp.strategies.metric_objects import counted_by_another_rank, not_reduced_over_ranks
 
 if TYPE_CHECKING:
     from lightning_dcp.data.batch import IterationBatch
@@ -129,7 +130,7 @@ class IterationRunner:
         topology: owner of the SP groups.
         logs: told how each micro-batch counts.
         memory: measures what micro-batches hold.
-        metrics: torchmetrics objects inside the module.
+        find_metrics: returns the torchmetrics objects inside the module.
         loss_average: what the loss returned by `training_step` is a mean over.
         ignore_index: label that bears no loss.
         backend_averages: W where gradients are averaged over ranks, 1 where they are summed.
@@ -146,7 +147,7 @@ class IterationRunner:
         topology: Topology,
         logs: IterationLogs,
         memory: MemoryMeter,
-        metrics: list[Metric],
+        find_metrics: Callable[[], list[Metric]],
         loss_average: LossAverage,
         ignore_index: int,
         backend_averages: int,
@@ -159,7 +160,8 @@ class IterationRunner:
         self._topology = topology
         self._logs = logs
         self.memory = memory
-        self._metrics = metrics
+        self._find_metrics = find_metrics
+        self._metrics: list[Metric] = []
         self._loss_average = loss_average
         self._ignore_index = ignore_index
         self._backend_averages = backend_averages
@@ -170,6 +172,7 @@ class IterationRunner:
         self._queue: Iterator[_Pending] = iter(())
         self._rest: tuple[Any, ...] = ()
         self._bears_loss = False
+        self._drained = False
         self._told_of_tokens = False
         self.state: IterationState | None = None
         #: Whether a micro-batch is running: no collective over all ranks may start then.
@@ -195,6 +198,9 @@ class IterationRunner:
         local = sum(p.expected_targets / p.micro_batch.sp_size for p in pending)
         expected = self._host.sum_over_ranks(local)
         self._queue = iter(pending)
+        self._drained = False
+        self._metrics = self._find_metrics()
+        self._logs.start_iteration(rank_weight=plan.num_samples / plan.world_size)
         self.memory.start_iteration()
         self.state = IterationState(plan, reference_targets=expected or 1.0, started_s=started_s)
 
@@ -209,6 +215,12 @@ class IterationRunner:
             Whatever else the step returned is left out: it would be of one micro-batch, and
             missing on ranks that have none.
         """
+        if self._drained:
+            raise RuntimeError(
+                "The closure of the optimizer step was called a second time in one step, but each"
+                " batch of a plan is run once and its gradients have been reduced. Call it once in"
+                " `optimizer_step`, and use an optimizer that evaluates the loss once per step."
+            )
         self._rest = rest
         loss = self._next_forward()
         return torch.zeros((), device=self._device, requires_grad=True) if loss is None else loss
@@ -219,6 +231,7 @@ class IterationRunner:
         while loss is not None:
             self._finish(loss)
             loss = self._next_forward()
+        self._drained = True
 
     def abort(self) -> None:
         """Leave a micro-batch that raised: model and random states become as they are outside."""
@@ -262,8 +275,9 @@ class IterationRunner:
                     rng_key=(self._seed, plan.epoch, plan.iteration, pending.index),
                 )
             )
+            self._open.enter_context(not_reduced_over_ranks(self._metrics))
             if group.rank_in_group:
-                self._open.enter_context(_counted_by_another_rank(self._metrics))
+                self._open.enter_context(counted_by_another_rank(self._metrics))
             self.inside_micro_batch = True
             # In here, so that what the user's transfer hooks draw is alike in the group.
             data = self._host.move_micro_batch(pending.data)
@@ -276,7 +290,7 @@ class IterationRunner:
             with self.memory.forward(shape, micro_batch.recompute_blocks):
                 output = self._host.forward_micro_batch(data, *self._rest)
             loss, num_targets = _loss_and_targets(output, pending)
-            self._logs.finish_micro_batch(weight=num_targets)
+            self._logs.finish_forward(weight=num_targets)
         except BaseException:
             self.abort()
             raise
@@ -302,6 +316,7 @@ class IterationRunner:
             raise
         self._open.close()
         self.inside_micro_batch = False
+        self._logs.finish_micro_batch()
         self.state.laps[-1].stop()
 
 
@@ -326,23 +341,3 @@ def _loss_and_targets(output: Any, pending: _Pending) -> tuple[Tensor, float]:
             f"`training_step` returned num_targets={num_targets}; it must be a count, 0 or more."
         )
     return loss.reshape(()), num_targets
-
-
-@contextmanager
-def _counted_by_another_rank(metrics: list[Metric]) -> Iterator[None]:
-    """Metric objects updated in here are as before afterwards.
-
-    p ranks run the same micro-batch; the first rank of the group counts it.
-    """
-    before = [
-        (metric, metric._copy_state_dict(), metric._update_count, metric._computed)
-        for metric in metrics
-    ]
-    try:
-        yield
-    finally:
-        for metric, state, update_count, computed in before:
-            for name, value in state.items():
-                setattr(metric, name, value)
-            metric._update_count = update_count
-            metric._computed = computed

@@ -9,6 +9,17 @@ NOTE [One reduction per iteration]
     ranks ran it together. Lightning then gets one value per key and iteration, the same on every
     rank, and the iteration's weight as batch size: its epoch mean is the weighted mean over the
     epoch.
+
+    The same holds for hooks around a backward pass, which run once per micro-batch, and for those
+    around `zero_grad`: they run once an iteration, but while other ranks may still be in their
+    first micro-batch and wait for this one in an SP group, so that a collective could hang there.
+
+NOTE [Metric objects]
+    A torchmetrics object keeps its own state and is reduced by Lightning when it is computed, one
+    collective after another in the order in which Lightning got to know the objects. Ranks log them
+    in different orders, or not at all. So they too are only noted, and given to Lightning at the
+    end of the iteration, by all ranks in one order. The value of a step (`on_step=True`) is the
+    mean of the micro-batches' own values, weighted as other means are.
 """
 
 from __future__ import annotations
@@ -23,6 +34,18 @@ from torch import Tensor
 from torchmetrics import Metric
 
 _REDUCTIONS = ("mean", "sum", "max", "min")
+#: What Lightning takes as `reduce_fx` besides these names.
+_REDUCTION_OF_FUNCTION: dict[Any, str] = {
+    torch.mean: "mean",
+    torch.sum: "sum",
+    sum: "sum",
+    torch.max: "max",
+    max: "max",
+    torch.min: "min",
+    min: "min",
+}
+#: Hooks that each rank runs once an iteration, between its first forward and its first backward.
+_BETWEEN_FORWARD_AND_BACKWARD = frozenset({"on_before_zero_grad", "optimizer_zero_grad"})
 
 
 @dataclass(frozen=True)
@@ -44,6 +67,7 @@ class _Entry:
     value: Tensor  # () float64
     share: float  # 1/p
     weight: float | None  # of a mean: elements (or batch_size) of the micro-batch, times share
+    wide: bool  # whether it was logged in float64
 
 
 class IterationLogs:
@@ -52,7 +76,9 @@ class IterationLogs:
     Args:
         file_value: called as `file_value(key, value, weight)` with each reduced value and the
             iteration's total weight.
-        file_metric: called as `file_metric(key)` for each metric object that some rank has logged.
+        file_metric: called as `file_metric(key, step_value)` for each metric object that some rank
+            has logged; None where no micro-batch has a value of its own.
+        find_metric: the metric object of the module under a dotted path; raises AttributeError.
         exchange: gathers a float64 vector from all ranks: (K,) -> (W, K).
         gather_objects: gathers a picklable object from all ranks.
         device: where `exchange` wants its vector.
@@ -62,13 +88,15 @@ class IterationLogs:
         self,
         *,
         file_value: Callable[[LogKey, Tensor, float], None],
-        file_metric: Callable[[LogKey], None],
+        file_metric: Callable[[LogKey, Tensor | None], None],
+        find_metric: Callable[[str], Any],
         exchange: Callable[[Tensor], Tensor],
         gather_objects: Callable[[Any], Sequence[Any]],
         device: torch.device,
     ) -> None:
         self._file_value = file_value
         self._file_metric = file_metric
+        self._find_metric = find_metric
         self._exchange = exchange
         self._gather_objects = gather_objects
         self._device = device
@@ -76,9 +104,24 @@ class IterationLogs:
         self._agreed: list[LogKey] = []
         self._values: dict[LogKey, list[_Entry]] = {}
         self._metrics: set[LogKey] = set()
-        self._share = 1.0
-        #: Logged in the running micro-batch, whose elements are not counted yet.
+        self._inside = False
+        #: 1/p of the running micro-batch.
+        self.share = 1.0
+        #: Elements of the running micro-batch; None while they are not counted yet.
+        self._weight: float | None = None
+        #: Logged in the running micro-batch before its elements were counted.
         self._unsettled: list[_Entry] = []
+        self._rank_weight = 1.0
+
+    def start_iteration(self, *, rank_weight: float) -> None:
+        """Take up an iteration.
+
+        Args:
+            rank_weight: of what each rank logs once an iteration: samples of the iteration per
+                rank.
+        """
+        self.discard()
+        self._rank_weight = rank_weight
 
     def start_micro_batch(self, *, share: float) -> None:
         """Take up a micro-batch.
@@ -86,33 +129,86 @@ class IterationLogs:
         Args:
             share: 1/p: this rank's part of a micro-batch that p ranks run together.
         """
-        self._share = share
+        self._inside, self.share, self._weight = True, share, None
 
-    def finish_micro_batch(self, *, weight: float) -> None:
-        """Weight what was logged in the micro-batch without a `batch_size`.
+    def finish_forward(self, *, weight: float) -> None:
+        """Weight what is logged in the micro-batch without a `batch_size`.
 
         Args:
             weight: loss-bearing elements of the micro-batch, known once its step has returned.
         """
+        self._weight = weight
         for entry in self._unsettled:
             entry.weight = weight * entry.share
         self._unsettled.clear()
 
+    def finish_micro_batch(self) -> None:
+        """Leave the micro-batch, after its backward pass."""
+        self._inside = False
+
+    def take(self, fx: str, name: str, value: Tensor | Metric, meta: dict[str, Any]) -> bool:
+        """Take what `self.log` was given, if ranks give different numbers of them here.
+
+        Args:
+            fx: hook that logs.
+            name: of the value.
+            value: () or a metric object.
+            meta: further arguments of Lightning's result collection.
+
+        Returns:
+            False where the call is Lightning's own business.
+        """
+        if not self._inside and fx not in _BETWEEN_FORWARD_AND_BACKWARD:
+            return False
+        if isinstance(value, Metric):
+            self.add_metric(fx, name, value, meta)
+        else:
+            self.add(fx, name, value, meta)
+        return True
+
     def add(self, fx: str, name: str, value: Tensor, meta: dict[str, Any]) -> None:
-        """Take one logged value; the arguments are those of Lightning's result collection."""
-        batch_size = meta.get("batch_size")
+        """Collect one value; the arguments are those of `take`."""
+        self._add(_key(fx, name, meta), value, meta.get("batch_size"))
+
+    def add_metric(self, fx: str, name: str, metric: Metric, meta: dict[str, Any]) -> None:
+        """Note that a metric object is logged; the arguments are those of `take`.
+
+        Raises:
+            MisconfigurationException: The metric is not a part of the module.
+        """
+        key = _key(fx, name, meta, is_metric=True)
+        try:
+            found = self._find_metric(key.metric_attribute or "")
+        except AttributeError:
+            found = None
+        if found is not metric:
+            raise MisconfigurationException(
+                f"self.log({name!r}, ...): the {type(metric).__name__} is not found in the"
+                f" LightningModule under metric_attribute={key.metric_attribute!r}. Ranks that run"
+                " a micro-batch together count it once, and ranks that run none compute the"
+                " metric as well, for which it must be a part of the module: keep it as an"
+                " attribute, or in a torch.nn.ModuleList or ModuleDict."
+            )
+        self._metrics.add(key)
+        own = metric._forward_cache
+        if key.on_step and isinstance(own, Tensor) and own.numel() == 1:
+            self._add(key, own, meta.get("batch_size"))
+
+    def _add(self, key: LogKey, value: Tensor, batch_size: float | None) -> None:
+        in_micro_batch = key.fx not in _BETWEEN_FORWARD_AND_BACKWARD
+        share = self.share if in_micro_batch else 1.0
+        weight = self._weight if in_micro_batch else self._rank_weight
+        if batch_size is not None:
+            weight = float(batch_size)
         entry = _Entry(
             value=value.detach().to(device=self._device, dtype=torch.float64).mean(),
-            share=self._share,
-            weight=None if batch_size is None else float(batch_size) * self._share,
+            share=share,
+            weight=None if weight is None else weight * share,
+            wide=value.dtype is torch.float64,
         )
         if entry.weight is None:
             self._unsettled.append(entry)
-        self._values.setdefault(_key(fx, name, meta), []).append(entry)
-
-    def add_metric(self, fx: str, name: str, metric: Metric, meta: dict[str, Any]) -> None:
-        """Remember that a metric is logged: at the epoch's end idle ranks must compute it too."""
-        self._metrics.add(_key(fx, name, meta, is_metric=True))
+        self._values.setdefault(key, []).append(entry)
 
     def reduce_and_file(self, extra: Tensor) -> Tensor:
         """Exchange with all ranks, file the reduced values, and forget them. A collective.
@@ -128,13 +224,21 @@ class IterationLogs:
             new = {key for theirs in self._gather_objects(self._unknown()) for key in theirs}
             self._agreed += sorted(new, key=repr)  # any order, if it is the same on all ranks
             rows = self._exchange(self._message(extra))
-        logged = rows[:, 1 + extra.numel() :].reshape(len(rows), len(self._agreed), 2)
-        for i, key in enumerate(self._agreed):
-            values, weights = logged[:, i, 0], logged[:, i, 1]
-            if key.reduce == "metric":
-                self._file_metric(key)
-            elif float(weights.sum()) > 0.0:  # else nobody logged it in this iteration
-                self._file_value(key, _combine(key.reduce, values, weights), float(weights.sum()))
+        logged = rows[:, 1 + extra.numel() :].reshape(len(rows), 3, len(self._agreed))
+        # By hook: Lightning forgets the former epoch's values where the hook changes.
+        for i, key in sorted(enumerate(self._agreed), key=lambda item: item[1].fx):
+            values, weights, flags = logged[:, :, i].unbind(1)
+            total, flagged = float(weights.sum()), bool((flags > 0).any())
+            value = None
+            if total > 0.0:  # else nobody logged it in this iteration
+                value = _combine(key.reduce, values, weights)
+                if key.reduce == "metric" or not flagged:
+                    value = value.to(torch.get_default_dtype())
+            if key.reduce != "metric":
+                if value is not None:
+                    self._file_value(key, value, total)
+            elif flagged:
+                self._file_metric(key, value)
         self.discard()
         return rows[:, 1 : 1 + extra.numel()]
 
@@ -143,28 +247,44 @@ class IterationLogs:
         self._values.clear()
         self._metrics.clear()
         self._unsettled.clear()
+        self._inside = False
 
     def _unknown(self) -> list[LogKey]:
         known = set(self._agreed)
         return [key for key in [*self._values, *self._metrics] if key not in known]
 
     def _message(self, extra: Tensor) -> Tensor:
-        """(1 + E + 2 K,): are there keys unknown to others; extra; value and weight of each key."""
+        """(1 + E + 3 K,): are there keys unknown to others; extra; of each key value, weight, flag.
+
+        The flag of a value says that it was logged in float64, that of a metric object that it was
+        logged at all.
+        """
+        values, weights, flags = [], [], []
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        parts = [zero + float(bool(self._unknown())), *extra.to(zero)]
         for key in self._agreed:
             entries = self._values.get(key, [])
-            parts.append(zero + _local(key.reduce, entries))
-            parts.append(
-                zero + sum(_weight(e) if key.reduce == "mean" else e.share for e in entries)
-            )
-        return torch.stack(parts)
+            values.append(zero + _local(key.reduce, entries))
+            mean = key.reduce in ("mean", "metric")
+            weights.append(float(sum(_weight(e) if mean else e.share for e in entries)))
+            is_metric = key.reduce == "metric"
+            flags.append(float(key in self._metrics if is_metric else any(e.wide for e in entries)))
+        return torch.cat(
+            [
+                zero.new_tensor([float(bool(self._unknown()))]),
+                extra.to(zero),
+                torch.stack(values) if values else zero.new_empty(0),
+                zero.new_tensor(weights + flags),
+            ]
+        )
 
 
 def _key(fx: str, name: str, meta: dict[str, Any], *, is_metric: bool = False) -> LogKey:
-    reduce = meta.get("reduce_fx", "mean")
-    reduce = reduce if isinstance(reduce, str) else getattr(reduce, "__name__", repr(reduce))
-    reduce = {"avg": "mean"}.get(reduce.lower(), reduce.lower())
+    given = meta.get("reduce_fx", "mean")
+    if isinstance(given, str):
+        reduce = {"avg": "mean"}.get(given.lower(), given.lower())
+    else:
+        # By identity, as Lightning does: another library's `mean` is another function.
+        reduce = next((name for fn, name in _REDUCTION_OF_FUNCTION.items() if fn is given), "")
     if not is_metric and reduce not in _REDUCTIONS:
         raise MisconfigurationException(
             f"self.log({name!r}, reduce_fx={meta['reduce_fx']!r}): only {', '.join(_REDUCTIONS)}"
@@ -190,7 +310,7 @@ def _weight(entry: _Entry) -> float:
 
 def _local(reduce: str, entries: Sequence[_Entry]) -> Tensor | float:
     """This rank's contribution of one key."""
-    if reduce == "mean":
+    if reduce in ("mean", "metric"):
         # Weight zero must not let a NaN through: 0 * NaN is NaN.
         return sum((e.value * _weight(e) for e in entries if _weight(e) > 0.0), torch.tensor(0.0))
     if reduce == "sum":
@@ -203,7 +323,7 @@ def _local(reduce: str, entries: Sequence[_Entry]) -> Tensor | float:
 
 def _combine(reduce: str, values: Tensor, weights: Tensor) -> Tensor:
     """() from the (W,) contributions of all ranks."""
-    if reduce == "mean":
+    if reduce in ("mean", "metric"):
         return values.sum() / weights.sum()
     if reduce == "sum":
         return values.sum()

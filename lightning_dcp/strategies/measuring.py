@@ -18,6 +18,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_dcp.data.datamodule import MicroBatchMaker
 from lightning_dcp.data.loader import LoaderSpec
@@ -28,6 +29,7 @@ from lightning_dcp.profiling.preserve import preserve
 from lightning_dcp.profiling.profiler import profile_costs, recheck_sharding
 from lightning_dcp.strategies import _lightning_compat as compat
 from lightning_dcp.strategies.agreement import gather_objects
+from lightning_dcp.strategies.metric_objects import not_reduced_over_ranks
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -82,6 +84,14 @@ class PreparingStrategy(Protocol):
     def profile_context(self) -> AbstractContextManager[Any]:
         """Context in which a training step is measured."""
         ...
+
+
+def compute_dtype(strategy: PreparingStrategy, pl_module: L.LightningModule) -> torch.dtype:
+    """The type that blocks compute in, which autocast makes coarser than their parameters'."""
+    precision = str(strategy.precision_plugin.precision)
+    parameters = next(pl_module.parameters()).dtype
+    low = {"bf16": torch.bfloat16, "16": torch.float16}
+    return low.get(precision.partition("-")[0], parameters)
 
 
 class CostMeasurer:
@@ -192,9 +202,6 @@ class CostMeasurer:
     def _recheck(
         self, profile: CostProfile, spec: LoaderSpec, lengths: npt.NDArray[np.int64]
     ) -> CostProfile:
-        precision = str(self._strategy.precision_plugin.precision)
-        parameters = next(self._pl_module.parameters()).dtype
-        low = {"bf16": torch.bfloat16, "16": torch.float16}
         with self._profiling():
             return recheck_sharding(
                 profile,
@@ -205,7 +212,7 @@ class CostMeasurer:
                 lengths=lengths,
                 topology=self._topology,
                 device=self._strategy.root_device,
-                compute_dtype=low.get(precision.partition("-")[0], parameters),
+                compute_dtype=compute_dtype(self._strategy, self._pl_module),
                 gather=gather_objects,
             )
 
@@ -222,6 +229,7 @@ class CostMeasurer:
             preserve(self._pl_module),
             compat.silent_logging(self._trainer, self._pl_module),
             compat.logging_as_training_step(self._pl_module),
+            not_reduced_over_ranks(m for m in self._pl_module.modules() if isinstance(m, Metric)),
         ):
             self._pl_module.train()
             yield

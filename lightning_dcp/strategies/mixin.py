@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ from lightning_dcp.parallel.topology import Topology
 from lightning_dcp.planning.report import IterationReport
 from lightning_dcp.profiling.memory_meter import MemoryMeter
 from lightning_dcp.strategies import _lightning_compat as compat
+from lightning_dcp.strategies._lightning_compat_decisions import AgreedDecisions
+from lightning_dcp.strategies._lightning_compat_throughput import IterationThroughput
 from lightning_dcp.strategies.agreement import (
     collectively,
     gather_objects,
@@ -42,10 +45,17 @@ from lightning_dcp.strategies.agreement import (
 )
 from lightning_dcp.strategies.checkpoints import PlannedCheckpoints
 from lightning_dcp.strategies.checks import (
+    check_callbacks,
     check_module,
     check_optimizers,
+    check_train_loader,
     check_trainer,
     one_optimizer,
+)
+from lightning_dcp.strategies.evaluation import (
+    Evaluation,
+    evaluation_runtime,
+    fixed_evaluation_bytes,
 )
 from lightning_dcp.strategies.gradients import scale
 from lightning_dcp.strategies.iteration import IterationRunner
@@ -80,7 +90,10 @@ class DCPStrategyMixin(PlannedCheckpoints):
     _topology: Topology | None = None
     _patches: compat.TrainerPatches | None = None
     _runner: IterationRunner | None = None
+    _evaluation: Evaluation | None = None
     _logs: IterationLogs | None = None
+    _throughput: IterationThroughput | None = None
+    _decisions: AgreedDecisions | None = None
     _optimizer_in_backward: Optimizer | None = None
     _iteration_loss: Tensor | None = None
     _overhead_s: float = 0.0
@@ -154,9 +167,11 @@ class DCPStrategyMixin(PlannedCheckpoints):
             return
         check_trainer(pl_module.trainer, self.strategy_name)
         check_module(pl_module, self.strategy_name)
+        check_callbacks(pl_module.trainer, pl_module, self.strategy_name)
         if self._layer_sync is not None:
             raise MisconfigurationException(
-                "Trainer(sync_batchnorm=True) starts a collective in every forward pass; under"
+                "BatchNorm that is synchronised, by Trainer(sync_batchnorm=True) or a LayerSync"
+                " plugin, starts a collective in every forward pass; under"
                 f" strategy='{self.strategy_name}' ranks run different numbers of them, so training"
                 " would hang. Use a normalisation without batch statistics (LayerNorm, RMSNorm,"
                 " GroupNorm)."
@@ -175,6 +190,32 @@ class DCPStrategyMixin(PlannedCheckpoints):
         super().setup(trainer)
         if self._preparer is not None and self._preparer.check_fixed_bytes(self._allocated_bytes()):
             compat.reload_train_loader(trainer)
+        self._setup_evaluation(trainer, pl_module)
+
+    def _setup_evaluation(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let batches of validation, testing and prediction follow plans too."""
+        if self._topology is None:  # no training in this run
+            self._topology = Topology(
+                self.world_size,
+                self.global_rank,
+                device_type=self.root_device.type,
+                timeout=self._timeout,
+            )
+            self._runtime = evaluation_runtime(
+                pl_module, self.settings, self._topology, self.root_device
+            )
+        fixed = None if self._preparer is None else self._preparer.fixed_bytes
+        self._evaluation = evaluation = Evaluation(
+            self,
+            trainer,
+            pl_module,
+            self._runtime,
+            self._topology,
+            fixed_evaluation_bytes(pl_module, self._allocated_bytes()) if fixed is None else fixed,
+        )
+        if self._throughput is None:
+            self._throughput = IterationThroughput(trainer)
+        self._throughput.whole_over_own = lambda: evaluation.whole_over_own
 
     def _allocated_bytes(self) -> int | None:
         """Bytes that tensors take on the device; None on a CPU, where nobody counts them."""
@@ -219,6 +260,7 @@ class DCPStrategyMixin(PlannedCheckpoints):
         self._patches = compat.TrainerPatches(
             trainer,
             pl_module,
+            check_train_loader=partial(check_train_loader, strategy_name=self.strategy_name),
             prepare_train_loader=prepare_train_loader,
             iteration_loss=lambda: self._iteration_loss,
         )
@@ -229,11 +271,14 @@ class DCPStrategyMixin(PlannedCheckpoints):
         self._logs = IterationLogs(
             file_value=partial(compat.file_reduced_value, trainer, results),
             file_metric=partial(compat.file_metric, pl_module, results),
+            find_metric=pl_module.get_submodule,
             exchange=gather_rows,
             gather_objects=gather_objects,
             device=self.root_device,
         )
-        results.metric_seen = self._logs.add_metric
+        results.collector = self._logs.take
+        self._throughput = IterationThroughput(trainer)
+        self._decisions = AgreedDecisions(trainer, self.sum_over_ranks)
         fixed = preparer.fixed_bytes
         self._runner = IterationRunner(
             self,
@@ -241,7 +286,7 @@ class DCPStrategyMixin(PlannedCheckpoints):
             runtime=self._runtime,
             topology=self._topology,
             logs=self._logs,
-            metrics=[m for m in pl_module.modules() if isinstance(m, Metric)],
+            find_metrics=lambda: [m for m in pl_module.modules() if isinstance(m, Metric)],
             loss_average=self.settings.loss_average,
             ignore_index=self.settings.ignore_index,
             backend_averages=self.world_size,
@@ -259,15 +304,23 @@ class DCPStrategyMixin(PlannedCheckpoints):
 
     @override
     def teardown(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.remove()
+            self._evaluation = None
         if self._runner is not None:
             self._runner.abort()
         if self._patches is not None:
             self._patches.remove()
+        if self._throughput is not None:
+            self._throughput.remove()
+        if self._decisions is not None:
+            self._decisions.remove()
         if self._runtime is not None:
             self._runtime.detach()
         if self._topology is not None:
             self._topology.destroy()
         self._runner = self._logs = self._patches = self._runtime = self._topology = None
+        self._throughput = self._decisions = None
         self._preparer = None
         self._exchanged_s = None
         super().teardown()
@@ -301,7 +354,7 @@ class DCPStrategyMixin(PlannedCheckpoints):
 
     def _plan_of(self, batch: IterationBatch) -> Plan:
         assert self._preparation is not None
-        return self._preparation.sampler.plans(batch.epoch)[batch.iteration]
+        return self._preparation.sampler.plan(batch.epoch, batch.iteration)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -325,14 +378,17 @@ class DCPStrategyMixin(PlannedCheckpoints):
     def _finish_iteration(self) -> None:
         """Exchange what was logged and measured, rescale where N changed, reduce the gradients."""
         assert self._runner is not None and self._logs is not None
-        assert self.lightning_module is not None
+        assert self.lightning_module is not None and self._throughput is not None
         state = self._runner.state
         assert state is not None
-        figures = torch.zeros(6, dtype=torch.float64, device=self.root_device)
+        counts = self._throughput.counts
+        figures = torch.zeros(6 + len(counts), dtype=torch.float64, device=self.root_device)
         figures[0], figures[1] = state.targets, state.loss_sum
         figures[2], figures[3] = state.busy_s(), self._runner.memory.peak_bytes
         figures[4], figures[5] = time.perf_counter() - state.started_s, self._overhead_s
+        figures[6:] = figures.new_tensor(counts)
         rows = self._logs.reduce_and_file(figures)
+        self._throughput.finish_iteration(rows[:, 6:].sum(0).tolist())
         self._exchanged_s = time.perf_counter()
         targets = float(rows[:, 0].sum())
         self._iteration_loss = rows[:, 1].sum() / (targets or 1.0)
@@ -349,19 +405,54 @@ class DCPStrategyMixin(PlannedCheckpoints):
             num_targets=targets,
         )
 
+    # ---- evaluation ------------------------------------------------------------------------------
+
+    @property
+    def counts_batch(self) -> bool:
+        """Whether this rank's results of the running validation, test or predict batch count.
+
+        A sample that several ranks evaluate together counts on one of them. Logged values, metric
+        objects and predictions see to it; what you collect yourself has to ask.
+        """
+        return self._evaluation is None or self._evaluation.counts
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """In here parameters are whole on each rank, and no forward pass gathers any."""
+        return self._whole()
+
+    def _whole(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().validation_step(*args, **kwargs)
+        self._evaluation_step_done()
+        return output
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().test_step(*args, **kwargs)
+        self._evaluation_step_done()
+        return output
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().predict_step(*args, **kwargs)
+        self._evaluation_step_done()
+        return output
+
+    def _evaluation_step_done(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.step_done()
+
     # ---- what the runner asks for (`StepHost`) ---------------------------------------------------
 
     def forward_micro_batch(self, batch: Any, *rest: Any) -> Any:
-        """Run the user's `training_step` on one micro-batch; what it logs is collected."""
-        assert self._patches is not None and self._logs is not None
-        assert self.lightning_module is not None
-        compat.set_current_batch(self.lightning_module.trainer, batch)
-        self._patches.results.collector = self._logs.add
-        try:
-            with self._profiled("[DCP]micro_batch_forward"):
-                return self._forward_training_step(batch, *rest)
-        finally:
-            self._patches.results.collector = None
+        """Run the user's `training_step` on one micro-batch."""
+        assert self._logs is not None and self._throughput is not None
+        self._throughput.count(batch, self._logs.share)
+        with self._profiled("[DCP]micro_batch_forward"):
+            return self._forward_training_step(batch, *rest)
 
     def backward_micro_batch(self, loss: Tensor) -> None:
         """Backward pass of one weighted loss, with the hooks that Lightning runs around it."""

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_dcp.data.lengths import resolve_lengths
@@ -81,17 +80,15 @@ class TrainPreparer:
         self._profile: tuple[CostProfile, bool] | None = None
         #: Bytes per rank that stay: parameters, gradients, optimizer state, buffers.
         self.fixed_bytes = max(gather_objects(strategy.fixed_bytes(pl_module)))
-        self._seen_combined_loader: object = _NEVER
 
     def prepare(self, dataloader: DataLoader[Any]) -> Preparation:
         """Read, measure, plan. Called again when Lightning reloads the train loader.
 
         Raises:
-            MisconfigurationException: several train loaders; ranks that disagree; a memory limit
-                below the model's own size.
+            MisconfigurationException: ranks that disagree; a memory limit below the model's own
+                size.
             ValueError, TypeError: what `read_loader`, `resolve_lengths` and the planner refuse.
         """
-        self._refuse_a_second_loader()
         planning = self._strategy.settings.planning
         spec, lengths = collectively(
             "Reading the train loader and its lengths", partial(self._read, dataloader)
@@ -112,7 +109,7 @@ class TrainPreparer:
             " for shuffling or filtering without a fixed seed, for files only some nodes have, and"
             " for arguments that depend on the rank.",
         )
-        limit = self._memory_limit()
+        limit = memory_limit(self._strategy)
         check_memory_limit(limit, self.fixed_bytes)
         if self._profile is None:
             self._profile = self._measurer.profile(
@@ -187,7 +184,6 @@ class TrainPreparer:
             f" {self.fixed_bytes:,} as assumed. Iterations are planned again with less memory."
         )
         self.fixed_bytes = largest
-        self._seen_combined_loader = _NEVER  # the same loader comes again
         return True
 
     @property
@@ -195,33 +191,24 @@ class TrainPreparer:
         # A LightningModule that defines `train_dataloader` itself may mix the hooks in as well.
         return getattr(self._trainer, "datamodule", None) or self._pl_module
 
-    def _refuse_a_second_loader(self) -> None:
-        combined = compat.combined_train_loader(self._trainer)
-        if combined is self._seen_combined_loader:
-            raise MisconfigurationException(
-                "Several train loaders were given;"
-                f" strategy='{self._strategy.strategy_name}' plans one. Join the data sets with"
-                " torch.utils.data.ConcatDataset and return one DataLoader."
-            )
-        self._seen_combined_loader = combined
-
     def _read(self, dataloader: DataLoader[Any]) -> tuple[LoaderSpec, npt.NDArray[np.int64]]:
         spec = read_loader(dataloader)
         return spec, resolve_lengths(
             spec.dataset, datamodule=self._datamodule, show_progress=self._topology.rank == 0
         )
 
-    def _memory_limit(self) -> int:
-        """Bytes a rank may use: the user's limit or what its device has, the least of all ranks."""
-        limit = self._strategy.settings.planning.memory_limit_bytes
-        if limit is None:
-            device = self._strategy.root_device
-            if device.type == "cuda":
-                total = torch.cuda.get_device_properties(device).total_memory
-            else:
-                total = psutil.virtual_memory().total // max(1, self._strategy.num_processes)
-            limit = int(total * _USABLE_SHARE)
-        return min(gather_objects(limit))
+
+def memory_limit(strategy: PreparingStrategy) -> int:
+    """Bytes a rank may use: the user's limit or what its device has, the least of all ranks."""
+    limit = strategy.settings.planning.memory_limit_bytes
+    if limit is None:
+        device = strategy.root_device
+        if device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+        else:
+            total = psutil.virtual_memory().total // max(1, strategy.num_processes)
+        limit = int(total * _USABLE_SHARE)
+    return min(gather_objects(limit))
 
 
 def _tell_of_too_long(planner: EpochPlanner, lengths: npt.NDArray[np.int64]) -> None:
@@ -238,6 +225,3 @@ def _tell_of_too_long(planner: EpochPlanner, lengths: npt.NDArray[np.int64]) -> 
             f"DCP: on_too_long='truncate' cuts {cut} of {len(lengths)} samples to"
             f" {planner.truncate_to} tokens, the longest that fit into memory."
         )
-
-
-_NEVER = object()

@@ -10,10 +10,12 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dcp.strategies.ddp import DCPDDPStrategy
 from lightning_dcp.strategies.deepspeed import DCPStrategy
+from lightning_dcp.strategies.fsdp import DCPFSDPStrategy
 
 _STRATEGIES = {
     DCPStrategy.strategy_name: (DCPStrategy, "Data-Centric Parallel on DeepSpeed ZeRO-1"),
     DCPDDPStrategy.strategy_name: (DCPDDPStrategy, "Data-Centric Parallel on DDP"),
+    DCPFSDPStrategy.strategy_name: (DCPFSDPStrategy, "Data-Centric Parallel on FSDP2"),
 }
 
 

@@ -24,11 +24,17 @@ from lightning_dcp.planning.options import PlanningOptions
 from lightning_dcp.profiling.options import ProfilingOptions
 from lightning_dcp.strategies.ddp import DCPDDPStrategy
 from lightning_dcp.strategies.deepspeed import DCPStrategy
-from tests.strategies.toys import Block, Sequences, ToyLM, pad
+from lightning_dcp.strategies.fsdp import DCPFSDPStrategy
+from tests.strategies.toys import Block, Sequences, ToyLM, pad, whole
 from tests.worlds import World
 
 LENGTHS = [int(x) for x in 1 + 60 * torch.rand(61, generator=torch.Generator().manual_seed(1)) ** 3]
 FAST = ProfilingOptions(budget_s=1.5, repeats=1)
+STRATEGIES: dict[str, Any] = {
+    "dcp": DCPStrategy,
+    "dcp_ddp": DCPDDPStrategy,
+    "dcp_fsdp": DCPFSDPStrategy,
+}
 
 
 class LoggingLM(ToyLM):
@@ -97,7 +103,7 @@ def fit(
     rank: int, name: str, folder: str, lengths: list[int] = LENGTHS, **options: Any
 ) -> dict[str, Any]:
     world_size = torch.distributed.get_world_size()
-    cls = {"dcp": DCPStrategy, "dcp_ddp": DCPDDPStrategy}[name]
+    cls = STRATEGIES[name]
     planning = options.pop("planning", {})
     trainer_options = options.pop("trainer", {})
     batch_size = options.pop("batch_size", 2)
@@ -143,7 +149,7 @@ def world() -> Iterator[World]:
         yield world
 
 
-@pytest.mark.parametrize("name", ["dcp_ddp", "dcp"])
+@pytest.mark.parametrize("name", ["dcp_ddp", "dcp", "dcp_fsdp"])
 class TestTwoEpochs:
     def test_everything_a_user_sees(self, world: World, name: str, tmp_path: Path) -> None:
         results = world.run(fit, name, str(tmp_path), trainer={"val_check_interval": 3})
@@ -263,7 +269,7 @@ class Snapshot(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
         self.state = {
-            "state_dict": {k: v.clone() for k, v in module.state_dict().items()},
+            "state_dict": {k: whole(v) for k, v in module.state_dict().items()},
             "gradients": [p.grad for p in module.parameters()],
             "num_calls": module.num_calls,
             "mean": (module.mean.mean_value.clone(), module.mean.update_called),
@@ -278,11 +284,11 @@ class Snapshot(L.Callback):
         }
 
 
-def fit_counting(rank: int, folder: str, cache: str) -> dict[str, Any]:
+def fit_counting(rank: int, name: str, folder: str, cache: str) -> dict[str, Any]:
     torch.manual_seed(5)
     random.seed(5)
     np.random.seed(5)  # noqa: NPY002
-    strategy = DCPDDPStrategy(profiling=dataclasses.replace(FAST, cache_dir=cache))
+    strategy = STRATEGIES[name](profiling=dataclasses.replace(FAST, cache_dir=cache))
     snapshot, recorder, model = Snapshot(), Recorder(), Counting()
     initial = {k: v.clone() for k, v in model.state_dict().items()}
     trainer = L.Trainer(
@@ -301,9 +307,10 @@ def fit_counting(rank: int, folder: str, cache: str) -> dict[str, Any]:
     return {**snapshot.state, "initial": initial, "cached": cached, "losses": recorder.losses}
 
 
-def test_profiling_leaves_everything_bit_identical(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["dcp_ddp", "dcp_fsdp"])
+def test_profiling_leaves_everything_bit_identical(world: World, name: str, tmp_path: Path) -> None:
     """The state before training is the same with a measured profile and with a cached one."""
-    arguments = (str(tmp_path), str(tmp_path / "cache"))
+    arguments = (name, str(tmp_path), str(tmp_path / "cache"))
     measured, cached = world.run(fit_counting, *arguments), world.run(fit_counting, *arguments)
     for after, without in zip(measured, cached, strict=True):
         assert not after["cached"] and without["cached"]
@@ -401,90 +408,3 @@ def test_plans_again_when_the_engine_takes_more(world: World) -> None:
     assert len(results[0]["warned"]) == 1
     seen = [i for r in results for micro_batch in r["seen"] for i in micro_batch]
     assert set(seen) == set(range(24))
-
-
-# ---- going on from a checkpoint ------------------------------------------------------------------
-
-
-def fit_and_resume(rank: int, folder: str, num_workers: int, stop_at: int) -> dict[str, Any]:
-    class Stop(L.Callback):
-        """Saves after `stop_at` steps, as ModelCheckpoint would, and ends the run."""
-
-        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            if trainer.global_step == stop_at:
-                trainer.save_checkpoint(f"{folder}/step.ckpt")
-                trainer.should_stop = True
-
-    def run(*stop: L.Callback, **kwargs: Any) -> tuple[Recorder, dict[str, Tensor]]:
-        recorder = Recorder()
-        model = LoggingLM(dropout=0.2)
-        trainer = L.Trainer(
-            strategy=DCPDDPStrategy(profiling=FAST),
-            accelerator="cpu",
-            devices=4,
-            max_epochs=2,
-            callbacks=[recorder, *stop],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-        )
-        train = DataLoader(
-            Sequences(LENGTHS), batch_size=2, collate_fn=pad, shuffle=True, num_workers=num_workers
-        )
-        trainer.fit(model, train, **kwargs)
-        return recorder, {n: p.detach().clone() for n, p in model.named_parameters()}
-
-    whole, wanted = run()
-    begun, _ = run(Stop())
-    rest, parameters = run(ckpt_path=f"{folder}/step.ckpt")
-    return {
-        "whole": [r.plan for r in whole.reports],
-        "begun": [r.plan for r in begun.reports],
-        "rest": [r.plan for r in rest.reports],
-        "whole_losses": whole.losses,
-        "rest_losses": rest.losses,
-        "equal": all(torch.equal(parameters[n], wanted[n]) for n in wanted),
-    }
-
-
-@pytest.mark.parametrize(("num_workers", "stop_at"), [(2, 3), (0, 8), (2, 11)])
-def test_resumes_bit_for_bit(world: World, tmp_path: Path, num_workers: int, stop_at: int) -> None:
-    """In the first epoch, at its end, and in the second: no sample is lost or repeated."""
-    for r in world.run(fit_and_resume, str(tmp_path), num_workers, stop_at):
-        assert r["begun"] == r["whole"][:stop_at]
-        assert r["rest"] == r["whole"][stop_at:]
-        assert r["rest_losses"] == r["whole_losses"][stop_at:]
-        assert r["equal"]
-
-
-def resume_with_another_seed(rank: int, folder: str) -> list[str]:
-    def run(seed: int, max_steps: int, **kwargs: Any) -> list[str]:
-        trainer = L.Trainer(
-            strategy=DCPDDPStrategy(planning=PlanningOptions(seed=seed), profiling=FAST),
-            accelerator="cpu",
-            devices=4,
-            max_steps=max_steps,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-        )
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            train = DataLoader(Sequences(LENGTHS), batch_size=2, collate_fn=pad)
-            trainer.fit(LoggingLM(), train, **kwargs)
-        trainer.save_checkpoint(f"{folder}/step.ckpt")
-        return [str(w.message) for w in caught if "middle of an epoch" in str(w.message)]
-
-    checkpoint = f"{folder}/step.ckpt"
-    first = run(1, 2)
-    same = run(1, 3, ckpt_path=checkpoint)
-    other = run(2, 4, ckpt_path=checkpoint)
-    return [*first, *same, *other]
-
-
-def test_a_resume_with_other_plans_is_not_silent(world: World, tmp_path: Path) -> None:
-    warned = world.run(resume_with_another_seed, str(tmp_path))[0]
-    assert len(warned) == 1
-    assert "seed: 1 -> 2" in warned[0]

@@ -10,9 +10,11 @@ import torch
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_dcp.data.batch import IterationBatch
 from lightning_dcp.strategies import _lightning_compat as compat
+from lightning_dcp.strategies._lightning_compat_decisions import AgreedDecisions
 from lightning_dcp.strategies.iteration_logs import LogKey
 from tests.strategies.toys import ToyLM
 
@@ -59,6 +61,33 @@ def test_attributes(trainer: L.Trainer) -> None:
     assert hasattr(trainer._logger_connector, "should_reset_tensors")
     assert hasattr(trainer._logger_connector, "_current_fx")
     assert hasattr(ToyLM(), "_current_fx_name")
+    assert not compat.is_compiled(ToyLM())
+    assert callable(trainer._signal_connector._sigterm_notifier_fn)
+    assert callable(loop.epoch_loop._broadcast_sigterm_tensor)
+    assert callable(loop.epoch_loop._should_check_val_fx)
+    assert hasattr(trainer, "_val_check_time_interval")
+
+
+def test_ranks_agree_on_the_end_and_on_validation(
+    trainer: L.Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = trainer.fit_loop.epoch_loop
+    AgreedDecisions(trainer, float).remove()  # one rank: nothing is touched
+    assert "_broadcast_sigterm_tensor" not in vars(loop)
+    monkeypatch.setattr(L.Trainer, "world_size", 2)
+    trainer._val_check_time_interval = 1e6
+    monkeypatch.setattr(type(loop), "_should_check_val_fx", lambda self, fetcher: False)
+    others = [0.0]
+    decisions = AgreedDecisions(trainer, lambda own: own + others[0])
+    assert not loop._should_check_val_fx(None)
+    loop._broadcast_sigterm_tensor()
+    others[0] = 1.0
+    assert loop._should_check_val_fx(None)
+    with pytest.raises(SIGTERMException):
+        loop._broadcast_sigterm_tensor()
+    assert trainer.received_sigterm
+    decisions.remove()
+    assert not {"_broadcast_sigterm_tensor", "_should_check_val_fx"} & set(vars(loop))
 
 
 def test_patches_are_taken_out_again(trainer: L.Trainer) -> None:
@@ -67,7 +96,11 @@ def test_patches_are_taken_out_again(trainer: L.Trainer) -> None:
     results, optimization = loop._results, loop.automatic_optimization
     prepare = trainer._data_connector._prepare_dataloader
     patches = compat.TrainerPatches(
-        trainer, model, prepare_train_loader=lambda loader: loader, iteration_loss=lambda: None
+        trainer,
+        model,
+        check_train_loader=lambda loaders: None,
+        prepare_train_loader=lambda loader: loader,
+        iteration_loss=lambda: None,
     )
     assert loop._results is patches.results
     assert "_on_before_batch_transfer" in vars(model)
@@ -83,7 +116,11 @@ def test_progress_goes_on_counting_over_patches(trainer: L.Trainer) -> None:
     loop = trainer.fit_loop.epoch_loop
     before = loop.automatic_optimization.optim_progress
     patches = compat.TrainerPatches(
-        trainer, ToyLM(), prepare_train_loader=lambda loader: loader, iteration_loss=lambda: None
+        trainer,
+        ToyLM(),
+        check_train_loader=lambda loaders: None,
+        prepare_train_loader=lambda loader: loader,
+        iteration_loss=lambda: None,
     )
     assert loop.automatic_optimization.optim_progress is before
     patches.remove()
@@ -95,7 +132,11 @@ def test_micro_batches_go_through_the_users_hook_one_by_one(trainer: L.Trainer) 
     seen = []
     model._on_before_batch_transfer = lambda batch, dataloader_idx=0: seen.append(batch)  # type: ignore[method-assign, assignment]
     compat.TrainerPatches(
-        trainer, model, prepare_train_loader=lambda loader: loader, iteration_loss=lambda: None
+        trainer,
+        model,
+        check_train_loader=lambda loaders: None,
+        prepare_train_loader=lambda loader: loader,
+        iteration_loss=lambda: None,
     )
     batch = IterationBatch(0, 0, [1, 2])
     assert model._on_before_batch_transfer(batch) is batch

@@ -15,6 +15,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dcp.planning.plan import MicroBatch, Plan
@@ -245,11 +246,15 @@ class Reference:
 
 
 def reference(
-    model: ToyLM, dataset: Sequences, steps: Sequence[Sequence[int]], clip: float | None = None
+    model: ToyLM,
+    dataset: Sequences,
+    steps: Sequence[Sequence[int]],
+    clip: float | None = None,
+    clip_value: float | None = None,
 ) -> Reference:
     """Plain training: one optimizer step per entry of `steps`, on the mean loss of its elements."""
     model = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=model.lr)
+    optimizer = model.configure_optimizers()
     gradients, losses = [], []
     for ids in steps:
         optimizer.zero_grad()
@@ -261,11 +266,18 @@ def reference(
         )
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if clip_value is not None:
+            nn.utils.clip_grad_value_(model.parameters(), clip_value)
         optimizer.step()
         losses.append(loss.item())
     return Reference(
         gradients, losses, {n: p.detach().clone() for n, p in model.named_parameters()}
     )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy; put together from all ranks where it is sharded (a collective)."""
+    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def largest_relative_error(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:

@@ -1,0 +1,81 @@
+"""The private names of Lightning by which ranks take decisions alone that all must take alike.
+
+NOTE [SIGTERM on several ranks]
+    Lightning 2.6.6 starts a broadcast inside the signal handler. The signal arrives at each rank
+    somewhere else, so that the broadcast of one meets another collective of the next: the run hangs
+    instead of ending, under `ddp` too. And a rank that has noticed the signal leaves at the end of
+    its batch, while one that has not goes on. Here the handler only remembers; before each
+    iteration, where Lightning broadcasts a flag anyway, all ranks agree, and leave together.
+
+========================================  =====================================================
+private name                              why
+========================================  =====================================================
+``_signal_connector.
+_sigterm_notifier_fn``                    the handler with the broadcast, taken up by Lightning
+                                          after `Strategy.setup`
+``epoch_loop._broadcast_sigterm_tensor``  where all ranks are asked before each iteration
+``_signal_connector``                     its `received_sigterm` is what loops and callbacks read
+``epoch_loop._should_check_val_fx``       compares each rank's own clock with
+                                          `val_check_interval`, where that is a time
+``trainer._val_check_time_interval``      to know whether it is
+========================================  =====================================================
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+if TYPE_CHECKING:
+    import lightning as L
+
+_log = logging.getLogger(__name__)
+
+
+class AgreedDecisions:
+    """All ranks end a `fit` before the same iteration, and validate after the same one.
+
+    Once any of them has got a SIGTERM, or finds that it is time to validate.
+
+    Args:
+        trainer: of the `fit` that begins.
+        sum_over_ranks: sums one number over all ranks; a collective.
+    """
+
+    def __init__(self, trainer: L.Trainer, sum_over_ranks: Callable[[float], float]) -> None:
+        self._trainer = trainer
+        self._sum_over_ranks = sum_over_ranks
+        self._received = False
+        if trainer.world_size == 1:  # a single process has nobody to agree with
+            return
+        trainer._signal_connector.__dict__["_sigterm_notifier_fn"] = self._remember
+        epoch_loop = trainer.fit_loop.epoch_loop
+        epoch_loop.__dict__["_broadcast_sigterm_tensor"] = self._agree
+        if getattr(trainer, "_val_check_time_interval", None) is not None:
+            own_decision = epoch_loop._should_check_val_fx
+
+            def should_check_val(data_fetcher: Any) -> bool:
+                return sum_over_ranks(float(own_decision(data_fetcher))) > 0
+
+            epoch_loop.__dict__["_should_check_val_fx"] = should_check_val
+
+    def remove(self) -> None:
+        """Undo everything. Safe to call twice."""
+        self._trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
+        for name in ("_broadcast_sigterm_tensor", "_should_check_val_fx"):
+            self._trainer.fit_loop.epoch_loop.__dict__.pop(name, None)
+
+    def _remember(self, signum: int, _: Any) -> None:
+        _log.info("[rank: %d] Received SIGTERM: %d", self._trainer.global_rank, signum)
+        launcher = self._trainer.strategy.launcher
+        if not self._received and launcher is not None:
+            launcher.kill(signum)
+        self._received = True
+
+    def _agree(self) -> None:
+        if self._sum_over_ranks(float(self._received)) > 0:
+            self._trainer._signal_connector.received_sigterm = True
+            raise SIGTERMException

@@ -1,0 +1,105 @@
+"""Lightning's ModelParallelStrategy with checkpoints of one plain file, as `ddp` writes them.
+
+Lightning numbers the parameters in the order of the model, torch's optimizers in that of their
+groups: with several groups a file of the one would give a parameter the state of another in the
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dcp.strategies import _lightning_compat_resume as compat
+from lightning_dcp.strategies.checkpoint_files import number_parameters
+
+__all__ = ["PlainShardedCheckpoints"]
+
+
+class PlainShardedCheckpoints(ModelParallelStrategy):
+    """FSDP2 whose file has whole tensors by plain names, and the optimizer's state as torch's."""
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As torch's own optimizer would give it, whole on rank 0 only."""
+        if self._save_distributed_checkpoint:
+            return super().optimizer_state(optimizer)
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        assert self.model is not None
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_optimizer_state_dict(self.model, optimizer, options=options)
+        return number_parameters(state) if self.is_global_zero else {}
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if weights_only is None:
+            weights_only = compat.weights_only_of_run()
+        path = Path(self.broadcast(checkpoint_path))
+        if path.is_dir():
+            return super().load_checkpoint(path, weights_only)
+        checkpoint: dict[str, Any] = torch.load(
+            path, mmap=True, map_location="cpu", weights_only=weights_only
+        )
+        if "state_dict" not in checkpoint:
+            raise MisconfigurationException(
+                f"{str(path)!r} is not a Lightning checkpoint: it has no entry 'state_dict'."
+            )
+        assert self.model is not None and self.lightning_module is not None
+        strict = self.lightning_module.strict_loading
+        compat.load_whole_weights(checkpoint.pop("state_dict"), self.model, strict)
+        if self.optimizers and "optimizer_states" not in checkpoint:
+            raise KeyError(
+                "Trying to restore optimizer state but checkpoint contains only the model. This is"
+                " probably due to `ModelCheckpoint.save_weights_only` being set to `True`."
+            )
+        options = StateDictOptions(broadcast_from_rank0=True, full_state_dict=True, strict=strict)
+        for optimizer, state in zip(
+            self.optimizers, checkpoint.get("optimizer_states", []), strict=False
+        ):
+            if state["state"]:
+                named = self._name_parameters(state, optimizer)
+                set_optimizer_state_dict(
+                    self.model, optimizer, optim_state_dict=named, options=options
+                )
+        return checkpoint
+
+    def _name_parameters(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+        """Names in place of the optimizer's numbers."""
+        assert self.lightning_module is not None
+        names = {p: name for name, p in self.lightning_module.named_parameters()}
+        ours = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+        theirs = [group["params"] for group in state["param_groups"]]
+        if [len(group) for group in ours] != [len(group) for group in theirs]:
+            raise ValueError(
+                f"The checkpoint's optimizer has groups of {[len(g) for g in theirs]} parameters,"
+                f" this run's of {[len(g) for g in ours]}. Resume with the model and optimizer that"
+                " were saved."
+            )
+        name_of = {
+            number: name
+            for numbers, group in zip(theirs, ours, strict=True)
+            for number, name in zip(numbers, group, strict=True)
+        }
+        return {
+            "state": {name_of[number]: dict(each) for number, each in state["state"].items()},
+            "param_groups": [
+                {**group, "params": [name_of[number] for number in group["params"]]}
+                for group in state["param_groups"]
+            ],
+        }
