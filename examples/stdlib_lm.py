@@ -8,6 +8,8 @@ fit the longest; DCP picks SP size, micro-batch size, accumulation and recomputa
     python examples/stdlib_lm.py --policy dcp-inter --max-steps 20
     python examples/stdlib_lm.py fit --config examples/stdlib_lm.yaml     # the same by LightningCLI
 
+For other strategies by LightningCLI, and for `lightning-dcp fit`, see examples/configs.
+
 The model and its LightningModule know nothing of DCP. What DCP needs is marked with `DCP:`.
 """
 
@@ -34,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
-import lightning_dcp  # DCP: registers the strategies "dcp" and "dcp_ddp"
+import lightning_dcp  # DCP: registers the strategies "dcp", "dcp_ddp" and "dcp_fsdp"
 
 BOS = 256  # begins every sample; bytes are 0..255
 IGNORE = -100  # label of padding
@@ -306,7 +308,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--strategy", choices=["dcp", "dcp_ddp"], default="dcp", help="DeepSpeed ZeRO-1 or DDP")
+    add(
+        "--strategy",
+        choices=["dcp", "dcp_ddp", "dcp_fsdp"],
+        default="dcp",
+        help="on DeepSpeed ZeRO-1, DDP or FSDP2",
+    )
     add("--policy", default="dcp-intra", help="what plans each step")
     add("--devices", type=int, default=gpus or 4, help="ranks: GPUs where there are some")
     add("--max-steps", type=int, default=600 if gpus else 60, help="-1: no limit but the epochs")
@@ -335,7 +342,11 @@ def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.devices))
 
     limit = None if args.memory_limit_mb is None else int(args.memory_limit_mb * 2**20)
-    strategy_class = {"dcp": lightning_dcp.DCPStrategy, "dcp_ddp": lightning_dcp.DCPDDPStrategy}
+    strategy_class = {
+        "dcp": lightning_dcp.DCPStrategy,
+        "dcp_ddp": lightning_dcp.DCPDDPStrategy,
+        "dcp_fsdp": lightning_dcp.DCPFSDPStrategy,
+    }
     strategy = strategy_class[args.strategy](  # DCP: in place of strategy="ddp"
         policy=args.policy,
         planning=lightning_dcp.PlanningOptions(memory_limit_bytes=limit),

@@ -1,8 +1,8 @@
-"""The command ``lightning-dcp``: what would DCP give on my lengths and my cluster?
+"""The command ``lightning-dcp``: predict what DCP would give, and train with it.
 
 Modules::
 
-    arguments  the options of both subcommands, read by jsonargparse
+    arguments  the options of `simulate` and `plan`, read by jsonargparse
     values     types of options
     checks     values that are refused before any work
     messages   what jsonargparse says, in plain words
@@ -11,8 +11,10 @@ Modules::
     findings   what a comparison means, in sentences
     plan       ``lightning-dcp plan``: buckets, iterations and micro-batches of one policy
     output     stdout, stderr and the folder of plots
+    fit        ``lightning-dcp fit|validate|test|predict``: LightningCLI
 
-Nothing here imports torch or Lightning, and nothing may: see ``command_process``.
+Only ``fit`` imports torch and Lightning, and it is imported for its own subcommands alone: the
+others start at once, also where torch is not installed (see ``command_process``).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from lightning_dcp.cli.arguments import build_parser
 from lightning_dcp.cli.messages import in_plain_words
 from lightning_dcp.cli.plan import run_plan
 from lightning_dcp.cli.simulate import run_simulate
+from lightning_dcp.command_process import TRAINING_COMMANDS
 
 __all__ = ["build_parser", "main"]
 
@@ -40,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit status: 0, 2 for a mistake in the input (one line on stderr), 130 when interrupted.
+        Errors of a training that has begun are raised.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
@@ -47,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stdout is None:
         return _failed("stdout is closed: there is nowhere to write the result.")
+    if words[:1] and words[0] in TRAINING_COMMANDS:
+        return _train(words, debug=debug)
     try:
         parsed = build_parser().parse_args(words)
         _RUN[parsed.command](parsed[parsed.command])
@@ -73,6 +79,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         what = "not enough memory" if isinstance(error, MemoryError) else "a number is too large"
         return _failed(f"{what} ({error}). Try fewer samples, shorter ones, or fewer GPUs.")
+    return 0
+
+
+def _train(words: list[str], *, debug: bool) -> int:
+    try:
+        from lightning_dcp.cli.fit import Mistake, run_training
+    except ModuleNotFoundError as error:
+        if debug or error.name is None:
+            raise
+        return _failed(
+            f"`lightning-dcp {words[0]}` needs {error.name.split('.')[0]}, which is not installed."
+            " Install it with: pip install lightning_dcp. `simulate` and `plan` work without."
+        )
+    try:
+        run_training(words)
+    except KeyboardInterrupt:
+        return 130
+    except Mistake as error:
+        if debug:
+            raise
+        return _failed(str(error))
     return 0
 
 

@@ -18,13 +18,21 @@ __all__ = ["build_parser"]
 DEFAULT_POLICIES = ("naive", "tuned", "packed", "dcp-inter", "dcp-intra", "global-batch")
 """Without those whose tuning or planning takes minutes."""
 
+_TRAINING = {
+    "fit": "Train a LightningModule of yours on data of yours, as a YAML file says.",
+    "validate": "Run its validation loop once.",
+    "test": "Run its test loop once.",
+    "predict": "Run its prediction loop once.",
+}
+"""Those of ``command_process.TRAINING_COMMANDS``, in a line each."""
+
 
 def build_parser() -> ArgumentParser:
     """The parser of ``lightning-dcp``; mistakes are raised, not printed."""
     parser = ArgumentParser(
         prog="lightning-dcp",
-        description="What would Data-Centric Parallel give on my lengths and my cluster? Predicts "
-        "from lengths alone; needs no GPU.",
+        description="Data-Centric Parallel: what would it give on my lengths and my cluster, "
+        "predicted from lengths alone, without a GPU; and training with it, by LightningCLI.",
         version=_version(),
         exit_on_error=False,
     )
@@ -35,6 +43,9 @@ def build_parser() -> ArgumentParser:
     commands.add_subcommand(
         "plan", _plan_parser(), help="Show what one policy plans: buckets and iterations."
     )
+    for name, text in _TRAINING.items():
+        # For `--help` only: their options are LightningCLI's, which imports torch.
+        commands.add_subcommand(name, ArgumentParser(exit_on_error=False), help=text)
     return parser
 
 

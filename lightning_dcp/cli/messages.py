@@ -19,6 +19,7 @@ _KINDS = {
     "<class 'str'>": "text",
     "<class 'bool'>": "true or false",
     "collections.abc.Sequence[int]": 'whole numbers in brackets, such as "[1, 2]"',
+    "tuple[int, ...]": 'whole numbers in brackets, such as "[1, 2]"',
 }
 _HINTS = {
     "does not accept option 'world_size'": ". Its name is num_gpus",

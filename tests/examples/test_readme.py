@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from lightning.pytorch.strategies import DeepSpeedStrategy
 
 import lightning_dcp
 from lightning_dcp.cli import build_parser
+from lightning_dcp.cli.fit import TrainingCLI
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -117,10 +117,15 @@ def test_option_tables_are_complete() -> None:
     ):
         assert options_in_table(heading) == {field.name for field in dataclasses.fields(options)}
     own = options_in_table("## Options")
-    for strategy in (lightning_dcp.DCPStrategy, lightning_dcp.DCPDDPStrategy):
-        assert own <= set(inspect.signature(strategy).parameters)
-    lightnings = set(inspect.signature(DeepSpeedStrategy).parameters)
-    assert set(inspect.signature(lightning_dcp.DCPStrategy).parameters) - own <= lightnings
+    in_words = set(re.findall(r"`(\w+)`", README.split("## Options", 1)[1].split("\n\n")[1]))
+    for strategy in (
+        lightning_dcp.DCPStrategy,
+        lightning_dcp.DCPDDPStrategy,
+        lightning_dcp.DCPFSDPStrategy,
+    ):
+        assert own | {"timeout"} <= set(inspect.signature(strategy).parameters)
+        lightnings = set(inspect.signature(strategy.__bases__[-1]).parameters)
+        assert set(inspect.signature(strategy).parameters) - own - in_words <= lightnings
 
 
 def test_defaults_in_the_tables_are_true() -> None:
@@ -142,7 +147,26 @@ def test_links_lead_somewhere() -> None:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_commands_exist() -> None:
+class ParsedOnly(TrainingCLI):
+    def instantiate_classes(self) -> None:
+        pass
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+
+def check_fit(words: list[str]) -> None:
+    """Raise unless `lightning-dcp fit` takes the options."""
+    if any(word.endswith(".help") for word in words):
+        with pytest.raises(SystemExit, match=r"^0$"):
+            ParsedOnly(words)
+    else:
+        ParsedOnly(words)
+
+
+def test_commands_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(ROOT)
     makefile = (ROOT / "Makefile").read_text()
     commands = [
         c
@@ -155,6 +179,8 @@ def test_commands_exist() -> None:
         words = command.split()
         if words[0] == "make":
             assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), command
+        elif words[:2] == ["lightning-dcp", "fit"]:
+            check_fit(words[1:])
         elif words[0] == "lightning-dcp":
             build_parser().parse_args(words[1:])
         else:
