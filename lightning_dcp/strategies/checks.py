@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS
 from torchmetrics import Metric
 
-from lightning_dcp.strategies import _lightning_compat as compat
+from lightning_dcp.strategies._lightning_compat import training as compat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -145,6 +145,26 @@ def check_train_loader(loaders: object, strategy_name: str) -> None:
         " samples together by length and not by where they come from. Join the data sets with"
         " torch.utils.data.ConcatDataset and return one DataLoader."
     )
+
+
+def check_layer_sync(layer_sync: object, strategy_name: str) -> None:
+    """Refuse BatchNorm that is synchronised over ranks.
+
+    Args:
+        layer_sync: Lightning's plugin that does so; None where there is none.
+        strategy_name: for the message.
+
+    Raises:
+        MisconfigurationException: if there is one.
+    """
+    if layer_sync is not None:
+        raise MisconfigurationException(
+            "BatchNorm that is synchronised, by Trainer(sync_batchnorm=True) or a LayerSync"
+            " plugin, starts a collective in every forward pass; under"
+            f" strategy='{strategy_name}' ranks run different numbers of them, so training"
+            " would hang. Use a normalisation without batch statistics (LayerNorm, RMSNorm,"
+            " GroupNorm)."
+        )
 
 
 def check_module(pl_module: L.LightningModule, strategy_name: str) -> None:

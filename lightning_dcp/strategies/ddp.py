@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_dcp.planning.options import PlanningOptions
 from lightning_dcp.profiling.options import ProfilingOptions
-from lightning_dcp.strategies.checkpoint_files import with_frozen_parameters
+from lightning_dcp.strategies.checkpointing.files import with_frozen_parameters
 from lightning_dcp.strategies.gradients import forward_replaced, zero_for
 from lightning_dcp.strategies.iteration import LossAverage
 from lightning_dcp.strategies.mixin import DCPStrategyMixin

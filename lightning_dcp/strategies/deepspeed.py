@@ -21,13 +21,13 @@ from typing_extensions import override
 
 from lightning_dcp.planning.options import PlanningOptions
 from lightning_dcp.profiling.options import ProfilingOptions
+from lightning_dcp.strategies.checkpointing.zero import PlainZeroCheckpoints
 from lightning_dcp.strategies.checks import check_has_optimizer, check_optimizers, one_optimizer
 from lightning_dcp.strategies.extension_lock import wait_for_build_lock
 from lightning_dcp.strategies.gradients import zero_for
 from lightning_dcp.strategies.iteration import LossAverage
 from lightning_dcp.strategies.mixin import DCPStrategyMixin
 from lightning_dcp.strategies.settings import DCPSettings
-from lightning_dcp.strategies.zero_checkpoints import PlainZeroCheckpoints
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

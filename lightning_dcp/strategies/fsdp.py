@@ -15,11 +15,11 @@ from typing_extensions import override
 from lightning_dcp.parallel.blocks import find_blocks
 from lightning_dcp.planning.options import PlanningOptions
 from lightning_dcp.profiling.options import ProfilingOptions
-from lightning_dcp.strategies import _lightning_compat_fsdp as compat
+from lightning_dcp.strategies._lightning_compat import model_parallel as compat
+from lightning_dcp.strategies.checkpointing.sharded import PlainShardedCheckpoints
 from lightning_dcp.strategies.iteration import LossAverage
 from lightning_dcp.strategies.mixin import DCPStrategyMixin
 from lightning_dcp.strategies.settings import DCPSettings
-from lightning_dcp.strategies.sharded_checkpoints import PlainShardedCheckpoints
 from lightning_dcp.strategies.sharded_module import ShardedModule, refuse_fsdp1
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class DCPFSDPStrategy(DCPStrategyMixin, PlainShardedCheckpoints):
     @override
     def _setup_dcp(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # SP groups measure different things at once: nothing may have to be gathered there.
-        with self._whole():
+        with self.whole_parameters():
             super()._setup_dcp(trainer, pl_module)
 
     @override
@@ -158,7 +158,8 @@ class DCPFSDPStrategy(DCPStrategyMixin, PlainShardedCheckpoints):
             self._sharded = None
         super().teardown()
 
-    def _whole(self) -> AbstractContextManager[None]:
+    @override
+    def whole_parameters(self) -> AbstractContextManager[None]:
         return nullcontext() if self._sharded is None else self._sharded.whole()
 
     # ---- the engine's part of an iteration -------------------------------------------------------
@@ -205,15 +206,15 @@ class DCPFSDPStrategy(DCPStrategyMixin, PlainShardedCheckpoints):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._whole():
+        with self.whole_parameters():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._whole():
+        with self.whole_parameters():
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._whole():
+        with self.whole_parameters():
             return super().predict_step(*args, **kwargs)

@@ -27,7 +27,7 @@ from lightning_dcp.profiling.cache import ProfileCache, load_or_measure
 from lightning_dcp.profiling.fingerprint import profile_fingerprint
 from lightning_dcp.profiling.preserve import preserve
 from lightning_dcp.profiling.profiler import profile_costs, recheck_sharding
-from lightning_dcp.strategies import _lightning_compat as compat
+from lightning_dcp.strategies._lightning_compat import training as compat
 from lightning_dcp.strategies.agreement import gather_objects
 from lightning_dcp.strategies.metric_objects import not_reduced_over_ranks
 

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torchmetrics import Metric
@@ -34,29 +32,30 @@ from lightning_dcp.parallel.runtime import BlockRuntime
 from lightning_dcp.parallel.topology import Topology
 from lightning_dcp.planning.report import IterationReport
 from lightning_dcp.profiling.memory_meter import MemoryMeter
-from lightning_dcp.strategies import _lightning_compat as compat
-from lightning_dcp.strategies._lightning_compat_decisions import AgreedDecisions
-from lightning_dcp.strategies._lightning_compat_throughput import IterationThroughput
+from lightning_dcp.strategies._lightning_compat import training as compat
+from lightning_dcp.strategies._lightning_compat.decisions import AgreedDecisions
+from lightning_dcp.strategies._lightning_compat.throughput import IterationThroughput
 from lightning_dcp.strategies.agreement import (
     collectively,
     gather_objects,
     gather_rows,
     same_tensors_on_all_ranks,
 )
-from lightning_dcp.strategies.checkpoints import PlannedCheckpoints
 from lightning_dcp.strategies.checks import (
     check_callbacks,
+    check_layer_sync,
     check_module,
     check_optimizers,
     check_train_loader,
     check_trainer,
     one_optimizer,
 )
-from lightning_dcp.strategies.evaluation import (
+from lightning_dcp.strategies.evaluation.run import (
     Evaluation,
     evaluation_runtime,
     fixed_evaluation_bytes,
 )
+from lightning_dcp.strategies.evaluation.strategy import PlannedEvaluation
 from lightning_dcp.strategies.gradients import scale
 from lightning_dcp.strategies.iteration import IterationRunner
 from lightning_dcp.strategies.iteration_logs import IterationLogs
@@ -78,7 +77,7 @@ if TYPE_CHECKING:
     from lightning_dcp.strategies.settings import DCPSettings
 
 
-class DCPStrategyMixin(PlannedCheckpoints):
+class DCPStrategyMixin(PlannedEvaluation):
     """Plan-driven training, mixed into one of Lightning's strategies (before it)."""
 
     settings: DCPSettings
@@ -90,7 +89,6 @@ class DCPStrategyMixin(PlannedCheckpoints):
     _topology: Topology | None = None
     _patches: compat.TrainerPatches | None = None
     _runner: IterationRunner | None = None
-    _evaluation: Evaluation | None = None
     _logs: IterationLogs | None = None
     _throughput: IterationThroughput | None = None
     _decisions: AgreedDecisions | None = None
@@ -168,14 +166,7 @@ class DCPStrategyMixin(PlannedCheckpoints):
         check_trainer(pl_module.trainer, self.strategy_name)
         check_module(pl_module, self.strategy_name)
         check_callbacks(pl_module.trainer, pl_module, self.strategy_name)
-        if self._layer_sync is not None:
-            raise MisconfigurationException(
-                "BatchNorm that is synchronised, by Trainer(sync_batchnorm=True) or a LayerSync"
-                " plugin, starts a collective in every forward pass; under"
-                f" strategy='{self.strategy_name}' ranks run different numbers of them, so training"
-                " would hang. Use a normalisation without batch statistics (LayerNorm, RMSNorm,"
-                " GroupNorm)."
-            )
+        check_layer_sync(self._layer_sync, self.strategy_name)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -304,9 +295,6 @@ class DCPStrategyMixin(PlannedCheckpoints):
 
     @override
     def teardown(self) -> None:
-        if self._evaluation is not None:
-            self._evaluation.remove()
-            self._evaluation = None
         if self._runner is not None:
             self._runner.abort()
         if self._patches is not None:
@@ -404,46 +392,6 @@ class DCPStrategyMixin(PlannedCheckpoints):
             loss=float(self._iteration_loss),
             num_targets=targets,
         )
-
-    # ---- evaluation ------------------------------------------------------------------------------
-
-    @property
-    def counts_batch(self) -> bool:
-        """Whether this rank's results of the running validation, test or predict batch count.
-
-        A sample that several ranks evaluate together counts on one of them. Logged values, metric
-        objects and predictions see to it; what you collect yourself has to ask.
-        """
-        return self._evaluation is None or self._evaluation.counts
-
-    def whole_parameters(self) -> AbstractContextManager[None]:
-        """In here parameters are whole on each rank, and no forward pass gathers any."""
-        return self._whole()
-
-    def _whole(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().validation_step(*args, **kwargs)
-        self._evaluation_step_done()
-        return output
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().test_step(*args, **kwargs)
-        self._evaluation_step_done()
-        return output
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().predict_step(*args, **kwargs)
-        self._evaluation_step_done()
-        return output
-
-    def _evaluation_step_done(self) -> None:
-        if self._evaluation is not None:
-            self._evaluation.step_done()
 
     # ---- what the runner asks for (`StepHost`) ---------------------------------------------------
 

@@ -21,7 +21,7 @@ from lightning_dcp.data.lengths import resolve_lengths
 from lightning_dcp.data.loader import LoaderSpec, build_plan_loader, read_loader
 from lightning_dcp.data.sampler import PlanSampler, distributed_order
 from lightning_dcp.planning.planner import EpochPlanner
-from lightning_dcp.strategies import _lightning_compat as compat
+from lightning_dcp.strategies._lightning_compat import training as compat
 from lightning_dcp.strategies.agreement import (
     check_same_on_all_ranks,
     collectively,

@@ -24,11 +24,11 @@ from torch.utils.data import DataLoader
 
 from lightning_dcp.planning.options import PlanningOptions
 from lightning_dcp.profiling.options import ProfilingOptions
-from lightning_dcp.strategies.checkpoint_files import read_zero_folder
+from lightning_dcp.strategies.checkpointing.files import read_zero_folder
+from lightning_dcp.strategies.checkpointing.plan_state import PlanState
 from lightning_dcp.strategies.ddp import DCPDDPStrategy
 from lightning_dcp.strategies.deepspeed import DCPStrategy
 from lightning_dcp.strategies.fsdp import DCPFSDPStrategy
-from lightning_dcp.strategies.plan_state import PlanState
 from tests.strategies.toys import Sequences, ToyLM, pad
 from tests.worlds import World, WorldFailure
 

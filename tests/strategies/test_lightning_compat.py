@@ -13,8 +13,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_dcp.data.batch import IterationBatch
-from lightning_dcp.strategies import _lightning_compat as compat
-from lightning_dcp.strategies._lightning_compat_decisions import AgreedDecisions
+from lightning_dcp.strategies._lightning_compat import training as compat
+from lightning_dcp.strategies._lightning_compat.decisions import AgreedDecisions
 from lightning_dcp.strategies.iteration_logs import LogKey
 from tests.strategies.toys import ToyLM
 

@@ -10,9 +10,9 @@ import pytest
 
 from lightning_dcp.planning import EpochPlanner, PlanningOptions
 from lightning_dcp.planning.rest import flags
-from lightning_dcp.strategies._lightning_compat_resume import ResumePoint, weights_only_of_run
-from lightning_dcp.strategies.plan_state import PlanState
-from lightning_dcp.strategies.resuming import resume
+from lightning_dcp.strategies._lightning_compat.resuming import ResumePoint, weights_only_of_run
+from lightning_dcp.strategies.checkpointing.plan_state import PlanState
+from lightning_dcp.strategies.checkpointing.resuming import resume
 from tests.planning.costs import cost_model, log_normal
 from tests.strategies.toys import ToyLM, loader
 

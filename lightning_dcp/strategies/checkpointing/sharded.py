@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dcp.strategies import _lightning_compat_resume as compat
-from lightning_dcp.strategies.checkpoint_files import number_parameters
+from lightning_dcp.strategies._lightning_compat import resuming as compat
+from lightning_dcp.strategies.checkpointing.files import number_parameters
 
 __all__ = ["PlainShardedCheckpoints"]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.nn import Module, Parameter
     from torch.optim import Optimizer
 
-    from lightning_dcp.strategies.zero_state import ZeroState
+    from lightning_dcp.strategies.checkpointing.zero_state import ZeroState
 
 __all__ = ["PlainZeroCheckpoints"]
 
@@ -45,7 +45,7 @@ class PlainZeroCheckpoints(DeepSpeedStrategy):
                 has made one from its config.
             model: with all parameters.
         """
-        from lightning_dcp.strategies.zero_state import ZeroState
+        from lightning_dcp.strategies.checkpointing.zero_state import ZeroState
 
         if not groups:
             groups = [[p for p in model.parameters() if p.requires_grad]]

@@ -1,4 +1,4 @@
-"""What Lightning's ModelParallelStrategy keeps to itself; rules as in `_lightning_compat`.
+"""What Lightning's ModelParallelStrategy keeps to itself.
 
 ========================================  =====================================================
 private name                              why

@@ -13,12 +13,16 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_dcp.planning.rest import flags
-from lightning_dcp.strategies import _lightning_compat_resume as compat
+from lightning_dcp.strategies._lightning_compat import resuming as compat
 from lightning_dcp.strategies.agreement import check_same_on_all_ranks
-from lightning_dcp.strategies.checkpoint_files import kind_of, read_torch_folder, read_zero_folder
+from lightning_dcp.strategies.checkpointing.files import (
+    kind_of,
+    read_torch_folder,
+    read_zero_folder,
+)
+from lightning_dcp.strategies.checkpointing.plan_state import KEY, PlanState
+from lightning_dcp.strategies.checkpointing.resuming import resume
 from lightning_dcp.strategies.collectives import GuardedCollectives
-from lightning_dcp.strategies.plan_state import KEY, PlanState
-from lightning_dcp.strategies.resuming import resume
 
 if TYPE_CHECKING:
     import lightning as L

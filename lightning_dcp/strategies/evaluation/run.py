@@ -26,11 +26,11 @@ from lightning_dcp.parallel.blocks import find_blocks
 from lightning_dcp.parallel.runtime import BlockRuntime
 from lightning_dcp.parallel.targets import count_targets
 from lightning_dcp.planning.evaluation import EvaluationPlanner, Share
-from lightning_dcp.strategies import _lightning_compat_eval as compat
+from lightning_dcp.strategies._lightning_compat import evaluation as compat
 from lightning_dcp.strategies.agreement import gather_objects, gather_rows
-from lightning_dcp.strategies.evaluation_logs import EvaluationLogs
-from lightning_dcp.strategies.evaluation_measuring import EvaluatingStrategy
-from lightning_dcp.strategies.evaluation_preparation import EvaluationPreparer
+from lightning_dcp.strategies.evaluation.logs import EvaluationLogs
+from lightning_dcp.strategies.evaluation.measuring import EvaluatingStrategy
+from lightning_dcp.strategies.evaluation.preparation import EvaluationPreparer
 from lightning_dcp.strategies.metric_objects import counted_by_another_rank
 
 if TYPE_CHECKING:

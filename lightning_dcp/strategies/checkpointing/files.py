@@ -24,7 +24,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dcp.strategies._lightning_compat_resume import read_distributed_folder
+from lightning_dcp.strategies._lightning_compat.resuming import read_distributed_folder
 
 __all__ = [
     "kind_of",

@@ -1,6 +1,6 @@
 """Every private name of Lightning that planned evaluation touches, each with the reason.
 
-As `_lightning_compat`, for validation, testing and prediction. Written against Lightning 2.6.6; the
+For validation, testing and prediction. Written against Lightning 2.6.6; the
 names are covered by `tests/strategies/test_evaluation.py`.
 
 ========================================  =====================================================
@@ -46,12 +46,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dcp.data.evaluation_loader import original_loader
-from lightning_dcp.strategies._lightning_compat import IterationResults
+from lightning_dcp.strategies._lightning_compat.training import IterationResults
 
 if TYPE_CHECKING:
     import lightning as L
 
-    from lightning_dcp.strategies.evaluation_logs import EvaluationKey
+    from lightning_dcp.strategies.evaluation.logs import EvaluationKey
 
 _MISSING = object()
 _STEP_NAMES = {

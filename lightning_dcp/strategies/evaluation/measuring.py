@@ -24,8 +24,8 @@ from lightning_dcp.planning.evaluation_memory import (
 from lightning_dcp.planning.lengths import IntArray
 from lightning_dcp.profiling.evaluation_probe import EvaluationProbe, ProbeFailed, trial_lengths
 from lightning_dcp.profiling.preserve import preserve
-from lightning_dcp.strategies import _lightning_compat as compat
-from lightning_dcp.strategies import _lightning_compat_eval as compat_eval
+from lightning_dcp.strategies._lightning_compat import evaluation as compat_eval
+from lightning_dcp.strategies._lightning_compat import training as compat
 from lightning_dcp.strategies.agreement import gather_objects
 from lightning_dcp.strategies.measuring import PreparingStrategy, compute_dtype
 

@@ -21,11 +21,11 @@ import numpy as np
 from lightning_dcp.data.sampler import Rest
 from lightning_dcp.planning.epoch import EpochPlan
 from lightning_dcp.planning.rest import BoolArray, flags
-from lightning_dcp.strategies.plan_state import PlanState
+from lightning_dcp.strategies.checkpointing.plan_state import PlanState
 
 if TYPE_CHECKING:
     from lightning_dcp.planning.planner import EpochPlanner
-    from lightning_dcp.strategies._lightning_compat_resume import ResumePoint
+    from lightning_dcp.strategies._lightning_compat.resuming import ResumePoint
 
 __all__ = ["Resumption", "resume"]
 

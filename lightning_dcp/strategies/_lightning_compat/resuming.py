@@ -1,6 +1,6 @@
 """Private names of Lightning that going on from a checkpoint needs, each with the reason.
 
-The rule is that of `_lightning_compat.py`; written against Lightning 2.6.6.
+Written against Lightning 2.6.6.
 
 ========================================  =====================================================
 private name                              why

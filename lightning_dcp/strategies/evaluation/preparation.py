@@ -23,13 +23,13 @@ from lightning_dcp.data.lengths import resolve_lengths
 from lightning_dcp.data.samples import UnknownForm
 from lightning_dcp.planning.evaluation import EvaluationPlanner
 from lightning_dcp.planning.lengths import IntArray
-from lightning_dcp.strategies import _lightning_compat_eval as compat_eval
+from lightning_dcp.strategies._lightning_compat import evaluation as compat_eval
 from lightning_dcp.strategies.agreement import (
     check_same_on_all_ranks,
     collectively,
     gather_objects,
 )
-from lightning_dcp.strategies.evaluation_measuring import EvaluatingStrategy, EvaluationMeasurer
+from lightning_dcp.strategies.evaluation.measuring import EvaluatingStrategy, EvaluationMeasurer
 from lightning_dcp.strategies.preparation import memory_limit
 
 if TYPE_CHECKING:

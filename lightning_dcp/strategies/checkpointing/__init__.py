@@ -1,0 +1,1 @@
+"""Checkpoints of planned runs: what is written, what is read, how an epoch goes on."""

@@ -1,0 +1,1 @@
+"""Validation, testing and prediction by plan."""

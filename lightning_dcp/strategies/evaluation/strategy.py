@@ -1,0 +1,63 @@
+"""The part of a strategy that evaluates by plan; everything else of it is in `run.py`."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from lightning_dcp.strategies.checkpointing.planned import PlannedCheckpoints
+from lightning_dcp.strategies.evaluation.run import Evaluation
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+
+class PlannedEvaluation(PlannedCheckpoints):
+    """Hands the steps of validation, testing and prediction to an `Evaluation`."""
+
+    #: Of the running `fit`, `validate`, `test` or `predict`; None outside.
+    _evaluation: Evaluation | None = None
+
+    @property
+    def counts_batch(self) -> bool:
+        """Whether this rank's results of the running validation, test or predict batch count.
+
+        A sample that several ranks evaluate together counts on one of them. Logged values, metric
+        objects and predictions see to it; what you collect yourself has to ask.
+        """
+        return self._evaluation is None or self._evaluation.counts
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """In here parameters are whole on each rank, and no forward pass gathers any."""
+        return nullcontext()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().validation_step(*args, **kwargs)
+        self._evaluation_step_done()
+        return output
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().test_step(*args, **kwargs)
+        self._evaluation_step_done()
+        return output
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().predict_step(*args, **kwargs)
+        self._evaluation_step_done()
+        return output
+
+    def _evaluation_step_done(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.step_done()
+
+    @override
+    def teardown(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.remove()
+            self._evaluation = None
+        super().teardown()
