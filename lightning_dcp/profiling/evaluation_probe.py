@@ -35,6 +35,7 @@ __all__ = ["EvaluationProbe", "ProbeFailed", "trial_lengths"]
 _LONGEST_TRIAL = 1024
 _LENGTH_RANGE = 16  # from the shortest to the longest trial
 _NUM_LENGTHS = 3
+_REPEATS = 3
 _MOST_LENGTHS = 7  # where little memory allows small steps upward only
 
 
@@ -139,9 +140,7 @@ class EvaluationProbe:
     def _measured(
         self, batch_size: int, seq_len: int, sp_size: int, observe: bool
     ) -> MeasuredBytes:
-        # Collectives let go of their buffers some time after they are done.
-        repeats = 1 if sp_size == 1 else 2
-        num_bytes = min(self._trial(batch_size, seq_len, sp_size, observe) for _ in range(repeats))
+        num_bytes = self._trial(batch_size, seq_len, sp_size, observe)
         return MeasuredBytes(batch_size, -(-seq_len // sp_size) * sp_size, num_bytes)
 
     def exclusions(
@@ -183,7 +182,9 @@ class EvaluationProbe:
         num_bytes, error = 0, None
         try:
             group = _group_or_alone(self.topology, sp_size)
-            taken = self._run(batch_size, seq_len, group, observe)
+            # Threads that run collectives may keep buffers for a moment: the least is what it takes.
+            repeats = 1 if sp_size == 1 else _REPEATS
+            taken = min(self._run(batch_size, seq_len, group, observe) for _ in range(repeats))
             num_bytes = taken if group.size == sp_size else 0  # alone it says nothing of the size
         except Exception as raised:  # noqa: BLE001 - told to all ranks
             what = (

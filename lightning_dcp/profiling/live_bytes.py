@@ -7,6 +7,7 @@ it makes count from then on until they are freed.
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 __all__ = ["peak_bytes"]
+
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
+_LONGEST_WAIT_S = 5e-3
 
 
 @contextmanager
@@ -39,17 +43,29 @@ def peak_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
 
 
 class _LiveStorages(TorchDispatchMode):
-    """Adds up the storages that operations make, and takes off those that are freed."""
+    """Adds up the storages that operations make, and takes off those that are freed.
+
+    NOTE [Buffers of collectives]
+        The thread that ran a collective lets go of what it sent a moment after the call has
+        returned, sooner or later as the machine is busy. What runs next waits for that, so that a
+        step takes the same bytes each time; not for long, since a caller may keep what it sent.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
+        #: What the last collective has sent.
+        self._sent: list[weakref.ref[torch.UntypedStorage]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        known = {id(storage) for storage in _storages((args, kwargs))}
+        self._await_collective()
+        given = _storages((args, kwargs))
+        if func.namespace in _COLLECTIVES:
+            self._sent = [weakref.ref(storage) for storage in given[1:]]  # the first receives
+        known = {id(storage) for storage in given}
         output = func(*args, **(kwargs or {}))
         for storage in _storages(output):
             # A view, or what was written in place, has the storage of an argument.
@@ -57,6 +73,15 @@ class _LiveStorages(TorchDispatchMode):
                 known.add(id(storage))
                 self._add(storage)
         return output
+
+    def _await_collective(self) -> None:
+        """See NOTE [Buffers of collectives]."""
+        deadline = time.monotonic() + _LONGEST_WAIT_S
+        while any(storage() is not None for storage in self._sent):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(1e-4)
+        self._sent = []
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         size = storage.nbytes()

@@ -363,6 +363,7 @@ class TestWrongInput:
                 "MisconfigurationException",
                 "ValueError",
                 "TypeError",
+                "UnknownForm",
                 "RuntimeError",
             ), message
             assert re.search(CASES[case][1], message, re.DOTALL), message
