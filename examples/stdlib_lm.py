@@ -6,7 +6,7 @@ fit the longest; DCP picks SP size, micro-batch size, accumulation and recomputa
 
     python examples/stdlib_lm.py                       # 4 CPU ranks, or all GPUs
     python examples/stdlib_lm.py --policy dcp-inter --max-steps 20
-    python examples/stdlib_lm.py fit --config examples/stdlib_lm.yaml     # the same by LightningCLI
+    python examples/stdlib_lm.py fit --config examples/configs/dcp.yaml  # by LightningCLI
 
 For other strategies by LightningCLI, and for `lightning-dcp fit`, see examples/configs.
 
@@ -381,7 +381,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def cli() -> None:
-    """LightningCLI with this file's model and data: `fit --config examples/stdlib_lm.yaml`."""
+    """LightningCLI with this file's model and data: `fit --config examples/configs/dcp.yaml`."""
     from lightning.pytorch.cli import LightningCLI
 
     LightningCLI(StdlibLM, StdlibData, seed_everything_default=0)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 # Before any rank is started: ranks share the cores, and more threads than cores are slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -52,12 +53,18 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _isolated() -> Iterator[None]:
-    """The same random numbers at the start of each test; launchers' variables as before it."""
+    """The same random numbers at the start of each test; launchers' variables as before it.
+
+    A Trainer with one rank leaves the default process group behind: it goes as well.
+    """
     before = {name: os.environ.get(name) for name in _LAUNCHER_VARIABLES}
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 - the global state is what libraries under test may draw from
     torch.manual_seed(0)
+    in_a_group = dist.is_initialized()
     yield
+    if dist.is_initialized() and not in_a_group:
+        dist.destroy_process_group()
     for name, value in before.items():
         if value is None:
             os.environ.pop(name, None)

@@ -182,7 +182,7 @@ class EvaluationProbe:
         num_bytes, error = 0, None
         try:
             group = _group_or_alone(self.topology, sp_size)
-            # Threads that run collectives may keep buffers for a moment: the least is what it takes.
+            # Threads that run collectives may keep buffers for a moment: the least counts.
             repeats = 1 if sp_size == 1 else _REPEATS
             taken = min(self._run(batch_size, seq_len, group, observe) for _ in range(repeats))
             num_bytes = taken if group.size == sp_size else 0  # alone it says nothing of the size

@@ -333,7 +333,7 @@ def test_mistakes_in_a_file(fails: Fails, folder: Path, config: str, what: str) 
 def test_mistakes_about_model_and_files(fails: Fails, folder: Path) -> None:
     assert "--model is missing" in fails(model=None)
     assert "--model: there is no class no.Model: No module named 'no'" in fails(model="no.Model")
-    assert "Write its module too, such as my_module.Model" in fails(model="Model")
+    assert "Write its module too, such as my_module.Nowhere" in fails(model="Nowhere")
     assert "is no LightningModule" in fails(model="lightning_dcp.DCPStrategy")
     assert "nowhere.yaml" in fails("--config=nowhere.yaml")
     assert "--foo: the command has no option foo" in fails("--foo=3")
