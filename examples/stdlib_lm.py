@@ -127,7 +127,7 @@ class StdlibData(lightning_dcp.DCPDataModuleMixin, L.LightningDataModule):
         min_length: shorter definitions are left out (bytes).
         max_length: longer definitions are left out (bytes).
         num_val: how many held-out samples to validate on.
-        max_val_length: longer definitions are not validated on: validation runs without SP (bytes).
+        max_val_length: longer definitions are not validated on, to keep validation short (bytes).
     """
 
     def __init__(

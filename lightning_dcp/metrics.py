@@ -73,7 +73,7 @@ class IdleShare(_Ratio):
     """Share of all rank-seconds in which a rank waited for the longest one.
 
     `sum(makespan - busy) / (W * makespan)`, iterations weighted by their measured makespan
-    (DESIGN.md section 2; unlike Eq. 2 and 3 of the paper, every GPU counts alike).
+    (unlike Eq. 2 and 3 of the paper, every GPU counts alike).
     """
 
     higher_is_better = False

@@ -90,7 +90,7 @@ def _train(words: list[str], *, debug: bool) -> int:
             raise
         return _failed(
             f"`lightning-dcp {words[0]}` needs {error.name.split('.')[0]}, which is not installed."
-            " Install it with: pip install lightning_dcp. `simulate` and `plan` work without."
+            " Install this package with its dependencies. `simulate` and `plan` work without."
         )
     try:
         run_training(words)

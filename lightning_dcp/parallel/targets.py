@@ -1,4 +1,4 @@
-"""How many elements of a micro-batch bear loss: what its mean loss weighs (DESIGN.md section 9)."""
+"""How many elements of a micro-batch bear loss: what its mean loss weighs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a micro-batch costs: seconds and bytes from few measured points (DESIGN.md section 6).
+"""What a micro-batch costs: seconds and bytes from few measured points.
 
 ``T = L (t_f + t_b) + r t_f + T_C`` and ``M = live m + L m_inp + rest + M_C`` (paper, Eq. 4-6), with
 L blocks of which r are recomputed, m the bytes a block saves for backward, m_inp its input.
@@ -209,7 +209,7 @@ class CostModel:
     def min_recompute(self, b: Any, s: Any, p: Any, limit_bytes: int) -> Any:
         """Smallest r whose memory is within the limit, -1 where none is (int64).
 
-        Algorithm 1 of the paper contradicts its Eq. 6 and is not followed (DESIGN.md section 5).
+        Algorithm 1 of the paper contradicts its Eq. 6 and is not followed.
         """
         bytes_ = self._predict(b, s, p, memory=True)
         whole = self._memory(bytes_, np.zeros((), dtype=np.int64))

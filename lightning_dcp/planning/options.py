@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 __all__ = ["POLICIES", "STATIC_POLICIES", "OnTooLong", "PlanningOptions", "is_power_of_two"]
 
 POLICIES: tuple[str, ...] = ("dcp-inter", "dcp-intra", "global-batch", "bucket", "packed")
-"""Known policies (DESIGN.md section 5)."""
+"""Known policies."""
 
 STATIC_POLICIES: tuple[str, ...] = ("bucket", "packed")
 """Those with one SP size for all samples: what others are compared with."""

@@ -1,4 +1,4 @@
-"""The plan: the only thing that passes from planning to execution (DESIGN.md section 4).
+"""The plan: the only thing that passes from planning to execution.
 
 Plans are values: comparable, hashable, with a JSON round trip, and checked when they are made::
 
@@ -35,7 +35,7 @@ def busy_per_rank(
 
 
 def idle_share(busy_s: Sequence[float], makespan_s: float) -> float:
-    """``sum_ranks(makespan - busy) / (W * makespan)``: weighted by GPU (DESIGN.md 2)."""
+    """``sum_ranks(makespan - busy) / (W * makespan)``: weighted by GPU."""
     if makespan_s <= 0:
         return 0.0
     return max(0.0, 1.0 - sum(busy_s) / (len(busy_s) * makespan_s))
@@ -204,7 +204,7 @@ class Plan:
 
     @property
     def idle_share(self) -> float:
-        """``sum_ranks(makespan - busy) / (W * makespan)``: weighted by GPU (DESIGN.md 2)."""
+        """``sum_ranks(makespan - busy) / (W * makespan)``: weighted by GPU."""
         return idle_share(self.busy_s, self.makespan_s)
 
     @property

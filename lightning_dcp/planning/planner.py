@@ -46,7 +46,7 @@ class BucketChoice:
 
 
 class EpochPlanner:
-    """Plans epochs: a pure function of its arguments, alike on all ranks (DESIGN.md section 4).
+    """Plans epochs: a pure function of its arguments, alike on all ranks.
 
     Args:
         lengths: One length per sample of the dataset.

@@ -21,7 +21,7 @@ class IterationReport:
         wall_s: Measured seconds of the whole iteration, reduction and optimizer step included.
         peak_bytes: Measured peak bytes per rank (0 where it could not be measured).
         loss: Weighted mean loss of the iteration.
-        num_targets: Loss-bearing elements of the iteration (DESIGN.md section 9).
+        num_targets: Loss-bearing elements of the iteration.
     """
 
     plan: Plan

@@ -1,4 +1,4 @@
-"""The static baseline to compare a plan with (DESIGN.md section 5, ``bucket`` and ``packed``)."""
+"""The static baseline to compare a plan with (policies ``bucket`` and ``packed``)."""
 
 from __future__ import annotations
 

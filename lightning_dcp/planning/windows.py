@@ -3,7 +3,7 @@
 Elastic policies walk a seeded permutation: an iteration takes the next samples, up to the wanted
 number of tokens, and may fill gaps with samples that would come soon. Nothing is dropped, repeated
 or put off; no sample comes more than ``lead`` places early, so that every part of an epoch has the
-length mix of the whole (DESIGN.md section 4).
+length mix of the whole.
 
 NOTE (step size): Lightning needs the number of iterations before the first one, so the size of the
 steps has to follow: each takes the mean of what is left.

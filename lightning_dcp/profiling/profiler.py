@@ -1,4 +1,4 @@
-"""Dual-layer cost profile of the user's own training step (paper §3.5; DESIGN.md §6).
+"""Dual-layer cost profile of the user's own training step (paper §3.5).
 
 1. The trials without which no fit exists run: three lengths, one and two samples, one rank each.
    They also show what the blocks' arguments mean and how many heads the attention has.

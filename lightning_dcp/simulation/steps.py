@@ -149,7 +149,7 @@ class SimulatedStep:
 
     @property
     def idle_share(self) -> float:
-        """``sum_ranks(makespan - busy) / (W * makespan)``: weighted by GPU (DESIGN.md 2)."""
+        """``sum_ranks(makespan - busy) / (W * makespan)``: weighted by GPU."""
         return idle_share(self.busy_s, self.makespan_s)
 
     @property

@@ -15,7 +15,6 @@ NOTE [Gradient weights]
     small all-reduce of what plan and labels say. Where `training_step` then returns another
     `num_targets`, gradients are rescaled by N_before / N once, before they are reduced: the same
     number, one rounding more.
-    Source: DESIGN.md section 9.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The optimizer step equals that of a single process on the same samples (DESIGN.md section 9).
+"""The optimizer step equals that of a single process on the same samples.
 
 4 real ranks under Lightning's Trainer, against plain PyTorch in one process; everything unequal: p,
 b, number of micro-batches and recomputation differ by rank and iteration, groups are nested, ranks
