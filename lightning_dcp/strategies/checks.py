@@ -20,8 +20,10 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS
 from torchmetrics import Metric
@@ -207,6 +209,56 @@ def check_module(pl_module: L.LightningModule, strategy_name: str) -> None:
                 " in every micro-batch, and ranks run different numbers of them, so training would"
                 " hang. Remove the argument; the metric is reduced over ranks when it is computed."
             )
+
+
+def check_parameters(pl_module: L.LightningModule, strategy_name: str) -> None:
+    """Refuse parameters that the engine cannot take, and say what it does with own clipping.
+
+    Raises:
+        MisconfigurationException: sharded parameters for an engine that needs whole ones;
+            parameters without dimensions for one that shards.
+    """
+    module = type(pl_module).__name__
+    for name, parameter in pl_module.named_parameters():
+        if isinstance(parameter, DTensor) and strategy_name != "dcp_fsdp":
+            raise MisconfigurationException(
+                f"{module}.{name} is sharded (a DTensor), as a `fit` under strategy='dcp_fsdp'"
+                f" leaves it, but strategy='{strategy_name}' needs whole parameters. Save a"
+                " checkpoint and load it into a new module with `load_from_checkpoint`."
+            )
+        if parameter.ndim == 0 and strategy_name != "dcp_ddp":
+            raise MisconfigurationException(
+                f"{module}.{name} has no dimension, which the engine of"
+                f" strategy='{strategy_name}' cannot take. Make it a tensor with one element,"
+                " torch.nn.Parameter(torch.ones(1)), or use strategy='dcp_ddp'."
+            )
+    if strategy_name == "dcp" and is_overridden("configure_gradient_clipping", pl_module):
+        rank_zero_warn(
+            f"{module} overrides `configure_gradient_clipping`, but under strategy='dcp' DeepSpeed"
+            " reduces gradients after it, in its step: there are only parts of them to clip, and"
+            " `clip_gradients` does nothing. Use Trainer(gradient_clip_val=...), which DeepSpeed"
+            " applies to the whole, or strategy='dcp_ddp'."
+        )
+
+
+def refuse_written_parameters(written: Sequence[float], strategy_name: str) -> None:
+    """Refuse a `training_step` that writes to parameters; to be called by all ranks.
+
+    Args:
+        written: by rank, whether it did.
+        strategy_name: for the message.
+
+    Raises:
+        RuntimeError: if any did.
+    """
+    ranks = [rank for rank, value in enumerate(written) if value]
+    if ranks:
+        raise RuntimeError(
+            f"`training_step` wrote to parameters of the module (on ranks {ranks}). Under"
+            f" strategy='{strategy_name}' ranks run it different numbers of times per optimizer"
+            " step, some not at all, so their parameters would drift apart. Write to parameters in"
+            " `on_train_batch_start` or `on_train_batch_end`, which each rank runs once a step."
+        )
 
 
 @contextmanager

@@ -23,10 +23,12 @@ from lightning_dcp.strategies.settings import DCPSettings
 from lightning_dcp.strategies.sharded_module import ShardedModule, refuse_fsdp1
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     import lightning as L
     import torch
+    from torch.optim import Optimizer
 
 
 class DCPFSDPStrategy(DCPStrategyMixin, PlainShardedCheckpoints):
@@ -167,7 +169,7 @@ class DCPFSDPStrategy(DCPStrategyMixin, PlainShardedCheckpoints):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._sharded is not None
-        self._sharded.gather()  # until `_reduce_gradients`
+        self._sharded.begin_iteration()  # until `_reduce_gradients`
         return super().training_step(*args, **kwargs)
 
     @override
@@ -191,6 +193,21 @@ class DCPFSDPStrategy(DCPStrategyMixin, PlainShardedCheckpoints):
                 " that of the module, whose parameters are whole at that time."
             )
         self._sharded.reduce()
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        # A forward pass between reduction and step, in `on_before_optimizer_step` for one, has
+        # gathered values that are old now.
+        assert self._sharded is not None
+        self._sharded.reshard()
+        return output
 
     @override
     def fixed_bytes(self, pl_module: L.LightningModule) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,14 +37,28 @@ def zero_for(parameters: Iterable[Tensor]) -> Tensor:
 
 
 @contextmanager
-def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Calls of `module` run `forward` in here, inside the hooks and wrappers around it."""
+def forward_replaced(
+    module: nn.Module, forward: Callable[..., Any], hooks: Container[int] | None = ()
+) -> Iterator[None]:
+    """Calls of `module` run `forward` in here, inside the wrappers around it.
+
+    Args:
+        module: on which the user may have put hooks, that expect what the user's forward is given.
+        forward: runs in place of the module's own.
+        hooks: ids of those forward hooks that run all the same; None for all.
+    """
     attributes = vars(module)
     shadowed = attributes.get("forward")
     attributes["forward"] = forward
+    names = ("_forward_pre_hooks", "_forward_hooks")
+    before = {} if hooks is None else {name: attributes[name] for name in names}
+    for name, all_hooks in before.items():
+        kept = ((id_, hook) for id_, hook in all_hooks.items() if hooks and id_ in hooks)
+        attributes[name] = OrderedDict(kept)
     try:
         yield
     finally:
+        attributes.update(before)
         if shadowed is None:
             del attributes["forward"]
         else:

@@ -13,8 +13,8 @@ NOTE [Gradient weights]
     Gradients are summed over ranks (where the backend averages, times W). There is no other factor
     of p or of the number of micro-batches. N is known before the first backward pass, from one
     small all-reduce of what plan and labels say. Where `training_step` then returns another
-    `num_targets`, gradients are rescaled by N_before / N once, before they are reduced: the same
-    number, one rounding more.
+    `num_targets`, or the user's transfer hooks wrote other labels, gradients are rescaled by
+    N_before / N once, before they are reduced: the same number, one rounding more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -136,6 +136,8 @@ class IterationRunner:
         seed: random numbers are keyed by (seed, epoch, iteration, micro-batch).
         rank: of this process among all.
         device: of this rank.
+        hooks_change_batches: the user has transfer hooks, which may write other labels: elements
+            are counted again after them.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class IterationRunner:
         seed: int,
         rank: int,
         device: torch.device,
+        hooks_change_batches: bool = False,
     ) -> None:
         self._host = host
         self._runtime = runtime
@@ -167,6 +170,7 @@ class IterationRunner:
         self._seed = seed
         self._rank = rank
         self._device = device
+        self._hooks_change_batches = hooks_change_batches
         self._open = ExitStack()
         self._queue: Iterator[_Pending] = iter(())
         self._rest: tuple[Any, ...] = ()
@@ -189,7 +193,12 @@ class IterationRunner:
             )
         started_s = time.perf_counter()
         pending = [
-            _Pending(index, micro_batch, data, self._expected_targets(micro_batch, data))
+            _Pending(
+                index,
+                micro_batch,
+                data,
+                self._expected_targets(micro_batch, data, is_final=not self._hooks_change_batches),
+            )
             for index, micro_batch, data in zip(
                 plan.indices_for_rank(self._rank), mine, batch.micro_batches, strict=True
             )
@@ -239,13 +248,22 @@ class IterationRunner:
         self._queue = iter(())
         self._logs.discard()
 
-    def _expected_targets(self, micro_batch: MicroBatch, data: Any) -> float:
+    def _expected_targets(
+        self, micro_batch: MicroBatch, data: Any, *, is_final: bool = True
+    ) -> float:
+        """Loss-bearing elements as labels and plan say.
+
+        Args:
+            micro_batch: the plan's.
+            data: as collated, or as moved.
+            is_final: whether `data` is what `training_step` gets.
+        """
         if self._loss_average == "samples":
             return float(micro_batch.batch_size)
         counted = count_targets(data, ignore_index=self._ignore_index)
         if counted is not None:
             return float(counted)
-        if self._loss_average == "auto" and not self._told_of_tokens:
+        if is_final and self._loss_average == "auto" and not self._told_of_tokens:
             self._told_of_tokens = True
             rank_zero_warn(
                 f"DCP: no labels were found in the batch (a {type(data).__name__}), so losses are"
@@ -280,6 +298,9 @@ class IterationRunner:
             self.inside_micro_batch = True
             # In here, so that what the user's transfer hooks draw is alike in the group.
             data = self._host.move_micro_batch(pending.data)
+            if self._hooks_change_batches:
+                expected = self._expected_targets(micro_batch, data)
+                pending = replace(pending, expected_targets=expected)
             shape = (
                 micro_batch.batch_size,
                 micro_batch.seq_len,

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 
 @contextmanager
@@ -56,6 +60,65 @@ def not_reduced_over_ranks(metrics: Iterable[Metric]) -> Iterator[None]:
     finally:
         for metric, function in before:
             metric.dist_sync_fn = function
+
+
+@contextmanager
+def unequal_lists_gathered() -> Iterator[None]:
+    """Metric objects with list states are reduced, however many entries each rank has.
+
+    torchmetrics gathers entry by entry where entries are not joined to one (`dist_reduce_fx=None`),
+    and takes a rank without any for one with float32 vectors. Under a plan ranks update different
+    numbers of times, some never: the one waits for ever, the other mixes up types and shapes.
+    """
+    sync = Metric._sync_dist
+
+    def sync_dist(
+        self: Metric, dist_sync_fn: Any = gather_all_tensors, process_group: Any = None
+    ) -> None:
+        # Inside a micro-batch `_refuse` has to come first.
+        if dist_sync_fn is not _refuse:
+            _fill_lists(self, process_group or self.process_group)
+        sync(self, dist_sync_fn, process_group=process_group)
+        for name, reduce in self._reductions.items():
+            state = getattr(self, name)
+            if reduce is None and isinstance(self._defaults[name], list):
+                setattr(self, name, [s for s in state if not isinstance(s, Tensor) or s.numel()])
+
+    Metric._sync_dist = sync_dist  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Metric._sync_dist = sync  # type: ignore[method-assign]
+
+
+def _fill_lists(metric: Metric, group: Any) -> None:
+    """Give list states as many entries as those of any rank, without values. A collective."""
+    names = [name for name, default in metric._defaults.items() if isinstance(default, list)]
+    if not names:
+        return
+    for name in names:
+        state = getattr(metric, name)
+        if isinstance(state, Tensor):
+            state = [state]
+        if metric._reductions[name] == dim_zero_cat and state:
+            state = [dim_zero_cat(state)]
+        setattr(metric, name, state)
+    own = {
+        name: [(e.dtype, tuple(e.shape)) for e in getattr(metric, name) if isinstance(e, Tensor)]
+        for name in names
+    }
+    everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(everyone, own, group=group)
+    for name in names:
+        longest = max((theirs[name] for theirs in everyone), key=len)
+        filled = [
+            next((e for e in row if e is not None and 0 not in e[1]), longest[i])
+            for i, row in enumerate(zip_longest(*(theirs[name] for theirs in everyone)))
+        ]
+        state = list(getattr(metric, name))
+        for dtype, shape in filled[len(own[name]) :]:
+            state.append(torch.empty((0, *shape[1:]), dtype=dtype, device=metric.device))
+        setattr(metric, name, state)
 
 
 def _refuse(*_: Any, **__: Any) -> Any:

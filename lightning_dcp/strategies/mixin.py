@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +47,11 @@ from lightning_dcp.strategies.checks import (
     check_layer_sync,
     check_module,
     check_optimizers,
+    check_parameters,
     check_train_loader,
     check_trainer,
     one_optimizer,
+    refuse_written_parameters,
 )
 from lightning_dcp.strategies.evaluation.run import (
     Evaluation,
@@ -59,6 +62,7 @@ from lightning_dcp.strategies.evaluation.strategy import PlannedEvaluation
 from lightning_dcp.strategies.gradients import scale
 from lightning_dcp.strategies.iteration import IterationRunner
 from lightning_dcp.strategies.iteration_logs import IterationLogs
+from lightning_dcp.strategies.metric_objects import unequal_lists_gathered
 from lightning_dcp.strategies.preparation import Preparation, TrainPreparer
 
 if TYPE_CHECKING:
@@ -92,10 +96,13 @@ class DCPStrategyMixin(PlannedEvaluation):
     _logs: IterationLogs | None = None
     _throughput: IterationThroughput | None = None
     _decisions: AgreedDecisions | None = None
+    _metrics_patch: ExitStack | None = None
     _optimizer_in_backward: Optimizer | None = None
     _iteration_loss: Tensor | None = None
     _overhead_s: float = 0.0
     _exchanged_s: float | None = None
+    #: Whether `training_step` has written to parameters in the running iteration.
+    _written: bool = False
     #: Figures of the last iteration, the same on all ranks; None before the first.
     last_report: IterationReport | None = None
 
@@ -165,6 +172,7 @@ class DCPStrategyMixin(PlannedEvaluation):
             return
         check_trainer(pl_module.trainer, self.strategy_name)
         check_module(pl_module, self.strategy_name)
+        check_parameters(pl_module, self.strategy_name)
         check_callbacks(pl_module.trainer, pl_module, self.strategy_name)
         check_layer_sync(self._layer_sync, self.strategy_name)
 
@@ -178,6 +186,9 @@ class DCPStrategyMixin(PlannedEvaluation):
             self.model = self.precision_plugin.convert_module(pl_module)
             pl_module.to(self.root_device)
             self._setup_dcp(trainer, pl_module)
+        if self.world_size > 1:
+            self._metrics_patch = ExitStack()
+            self._metrics_patch.enter_context(unequal_lists_gathered())
         super().setup(trainer)
         if self._preparer is not None and self._preparer.check_fixed_bytes(self._allocated_bytes()):
             compat.reload_train_loader(trainer)
@@ -284,6 +295,7 @@ class DCPStrategyMixin(PlannedEvaluation):
             seed=self.seed,
             rank=self.global_rank,
             device=self.root_device,
+            hooks_change_batches=compat.has_transfer_hooks(trainer, pl_module),
         )
 
     @property
@@ -307,10 +319,14 @@ class DCPStrategyMixin(PlannedEvaluation):
             self._runtime.detach()
         if self._topology is not None:
             self._topology.destroy()
+        if self._metrics_patch is not None:
+            self._metrics_patch.close()
+            self._metrics_patch = None
         self._runner = self._logs = self._patches = self._runtime = self._topology = None
         self._throughput = self._decisions = None
         self._preparer = None
         self._exchanged_s = None
+        self._written = False
         super().teardown()
 
     # ---- one iteration ---------------------------------------------------------------------------
@@ -370,13 +386,16 @@ class DCPStrategyMixin(PlannedEvaluation):
         state = self._runner.state
         assert state is not None
         counts = self._throughput.counts
-        figures = torch.zeros(6 + len(counts), dtype=torch.float64, device=self.root_device)
+        figures = torch.zeros(7 + len(counts), dtype=torch.float64, device=self.root_device)
         figures[0], figures[1] = state.targets, state.loss_sum
         figures[2], figures[3] = state.busy_s(), self._runner.memory.peak_bytes
         figures[4], figures[5] = time.perf_counter() - state.started_s, self._overhead_s
-        figures[6:] = figures.new_tensor(counts)
+        figures[6] = self._written
+        figures[7:] = figures.new_tensor(counts)
         rows = self._logs.reduce_and_file(figures)
-        self._throughput.finish_iteration(rows[:, 6:].sum(0).tolist())
+        self._throughput.finish_iteration(rows[:, 7:].sum(0).tolist())
+        self._written = False
+        refuse_written_parameters(rows[:, 6].tolist(), self.strategy_name)
         self._exchanged_s = time.perf_counter()
         targets = float(rows[:, 0].sum())
         self._iteration_loss = rows[:, 1].sum() / (targets or 1.0)
@@ -399,8 +418,18 @@ class DCPStrategyMixin(PlannedEvaluation):
         """Run the user's `training_step` on one micro-batch."""
         assert self._logs is not None and self._throughput is not None
         self._throughput.count(batch, self._logs.share)
+        before = self._versions()
         with self._profiled("[DCP]micro_batch_forward"):
-            return self._forward_training_step(batch, *rest)
+            output = self._forward_training_step(batch, *rest)
+        self._written = self._written or self._versions() != before
+        return output
+
+    def _versions(self) -> int:
+        """Changes whenever a parameter is written to."""
+        assert self.lightning_module is not None
+        if self.world_size == 1:  # there is nobody to differ from
+            return 0
+        return sum(parameter._version for parameter in self.lightning_module.parameters())
 
     def backward_micro_batch(self, loss: Tensor) -> None:
         """Backward pass of one weighted loss, with the hooks that Lightning runs around it."""

@@ -14,6 +14,8 @@ private name                               why
 ``FSDPState._fsdp_param_groups`` (formerly
 ``._fsdp_param_group``),
 ``FSDPParamGroup.fsdp_params``
+``FSDPState._pre_forward_hook_handle``,     hooks of the user's on the LightningModule expect the
+``._post_forward_hook_handle``              arguments of its forward: only those two are called
 ``FSDPParamGroup.gradient_divide_factor``  a user's own divisor would undo the weights of losses
 ``FSDPParam.unsharded_param``,             gradients under a `MixedPrecisionPolicy` with a
 ``.unsharded_accumulated_grad``,           `reduce_dtype` of its own accumulate apart from `grad`
@@ -83,6 +85,9 @@ class ShardedModule:
     ) -> None:
         self._pl_module = pl_module
         self._inside_whole = False
+        self._iterating = False
+        #: Versions of the whole parameters at the begin of the iteration.
+        self._versions: list[int] = []
         # Shards are cut from each rank's own values: those must be equal before.
         tensors: list[Tensor] = [*pl_module.parameters(), *pl_module.buffers()]
         same_tensors_on_all_ranks(t for t in tensors if not isinstance(t, DTensor))
@@ -106,10 +111,18 @@ class ShardedModule:
         self.gather()
         self._check_whole(strategy_name)
         self.reshard()
+        register: Any = pl_module.register_state_dict_pre_hook
+        self._state_dict_hook = register(self._refuse_state_dict)
 
     @property
     def _root(self) -> FSDPModule:
         return cast(FSDPModule, self._pl_module)
+
+    def begin_iteration(self) -> None:
+        """Make all parameters whole until `reduce`. A collective."""
+        self.gather()
+        self._iterating = True
+        self._versions = [parameter._version for parameter in self._pl_module.parameters()]
 
     def gather(self) -> None:
         """Make all parameters whole, without gradients, until `reshard` or `reduce`. A collective.
@@ -134,7 +147,7 @@ class ShardedModule:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """All parameters are whole in here; a collective, save inside of another one."""
-        if self._inside_whole:
+        if self._inside_whole or self._iterating:
             yield
             return
         self.gather()
@@ -155,7 +168,13 @@ class ShardedModule:
         return parameter.grad
 
     def reduce(self) -> None:
-        """Average what has accumulated over ranks, into the shards, and reshard. A collective."""
+        """Average what has accumulated over ranks, into the shards, and reshard. A collective.
+
+        Raises:
+            RuntimeError: Parameters were written to since `begin_iteration`.
+        """
+        self._check_not_written()
+        self._iterating = False
         trainable = [p for p in self._pl_module.parameters() if p.requires_grad]
         self._root.set_requires_gradient_sync(True)
         self._root.set_reshard_after_backward(True)
@@ -169,13 +188,45 @@ class ShardedModule:
 
     def reset(self) -> None:
         """Become as between iterations, also after a pass that raised."""
+        self._iterating = False
+        self._state_dict_hook.remove()
         if hasattr(self._root, "reset_iter_state"):  # older versions of torch have none
             self._root.reset_iter_state()
         self.reshard()
 
+    def _check_not_written(self) -> None:
+        named = list(self._pl_module.named_parameters())
+        if len(named) != len(self._versions):  # frozen ones may be added; torch refuses others
+            return
+        written = [
+            name
+            for (name, parameter), version in zip(named, self._versions, strict=True)
+            if parameter._version != version
+        ]
+        if written:
+            raise RuntimeError(
+                f"{', '.join(written)} changed in place between the first forward pass of an"
+                " iteration and the reduction of its gradients. Under strategy='dcp_fsdp'"
+                " parameters are whole copies at that time, and changes to them are lost. Write to"
+                " parameters in `on_train_batch_start` or `on_train_batch_end`."
+            )
+
+    def _refuse_state_dict(self, *_: Any) -> None:
+        if self._iterating and not self._pl_module.trainer.interrupted:
+            raise RuntimeError(
+                "`state_dict` was called, or a checkpoint saved, between the first forward pass of"
+                " an iteration and the reduction of its gradients. Under strategy='dcp_fsdp' it"
+                " would let go of the whole parameters, which ranks gather together, but run"
+                " different numbers of micro-batches. Move the call to `on_train_batch_end`."
+            )
+
     def _call(self, forward: Any) -> Tensor:
         """Call the module, and with it the hooks of `fully_shard`, with another forward."""
-        with forward_replaced(self._pl_module, forward):
+        state: Any = self._root._get_fsdp_state()
+        own = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
+        # A group of several modules has handles of another kind.
+        ids = {handle.id for handle in own} if all(hasattr(h, "id") for h in own) else None
+        with forward_replaced(self._pl_module, forward, ids):
             output: Tensor = self._pl_module()
         return output
 

@@ -5,7 +5,8 @@ NOTE [SIGTERM on several ranks]
     somewhere else, so that the broadcast of one meets another collective of the next: the run hangs
     instead of ending, under `ddp` too. And a rank that has noticed the signal leaves at the end of
     its batch, while one that has not goes on. Here the handler only remembers; before each
-    iteration, where Lightning broadcasts a flag anyway, all ranks agree, and leave together.
+    iteration, where Lightning broadcasts a flag anyway, and at the end of each epoch, all ranks
+    agree, and leave together.
 
 ========================================  =====================================================
 private name                              why
@@ -14,6 +15,7 @@ private name                              why
 _sigterm_notifier_fn``                    the handler with the broadcast, taken up by Lightning
                                           after `Strategy.setup`
 ``epoch_loop._broadcast_sigterm_tensor``  where all ranks are asked before each iteration
+``fit_loop.on_advance_end``                (public) ends each epoch, and there leaves `fit`
 ``_signal_connector``                     its `received_sigterm` is what loops and callbacks read
 ``epoch_loop._should_check_val_fx``       compares each rank's own clock with
                                           `val_check_interval`, where that is a time
@@ -54,6 +56,13 @@ class AgreedDecisions:
         trainer._signal_connector.__dict__["_sigterm_notifier_fn"] = self._remember
         epoch_loop = trainer.fit_loop.epoch_loop
         epoch_loop.__dict__["_broadcast_sigterm_tensor"] = self._agree
+        end_epoch = trainer.fit_loop.on_advance_end
+
+        def on_advance_end() -> None:
+            end_epoch()
+            self._agree()  # a signal that came after the last iteration, in its validation perhaps
+
+        trainer.fit_loop.__dict__["on_advance_end"] = on_advance_end
         if getattr(trainer, "_val_check_time_interval", None) is not None:
             own_decision = epoch_loop._should_check_val_fx
 
@@ -65,6 +74,7 @@ class AgreedDecisions:
     def remove(self) -> None:
         """Undo everything. Safe to call twice."""
         self._trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
+        self._trainer.fit_loop.__dict__.pop("on_advance_end", None)
         for name in ("_broadcast_sigterm_tensor", "_should_check_val_fx"):
             self._trainer.fit_loop.epoch_loop.__dict__.pop(name, None)
 

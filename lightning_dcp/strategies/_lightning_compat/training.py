@@ -44,6 +44,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -225,6 +226,13 @@ def move_micro_batch(
     batch = trainer.precision_plugin.convert_input(batch)
     batch = type(pl_module)._on_before_batch_transfer(pl_module, batch, dataloader_idx=0)
     return strategy_batch_to_device(batch, device=device, dataloader_idx=0)
+
+
+def has_transfer_hooks(trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
+    """Whether the user overrides a hook around the transfer, which may change batches."""
+    sources = (pl_module, getattr(trainer, "datamodule", None))
+    hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    return any(s is not None and is_overridden(hook, s) for s in sources for hook in hooks)
 
 
 def step_arguments(pl_module: L.LightningModule, batch: Any) -> tuple[Any, ...]:

@@ -95,6 +95,10 @@ class EvaluationLogs:
         self._values.clear()
         self._open, self._weight, self._counts = True, weight, counts
 
+    def set_weight(self, weight: float) -> None:
+        """Weight what is logged from now on in this batch without a `batch_size`."""
+        self._weight = weight
+
     def take(self, fx: str, name: str, value: Tensor | Metric, meta: dict[str, Any]) -> bool:
         """Take what `self.log` was given; the arguments are those of Lightning's collection.
 

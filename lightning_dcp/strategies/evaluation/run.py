@@ -27,6 +27,7 @@ from lightning_dcp.parallel.runtime import BlockRuntime
 from lightning_dcp.parallel.targets import count_targets
 from lightning_dcp.planning.evaluation import EvaluationPlanner, Share
 from lightning_dcp.strategies._lightning_compat import evaluation as compat
+from lightning_dcp.strategies._lightning_compat.training import has_transfer_hooks
 from lightning_dcp.strategies.agreement import gather_objects, gather_rows
 from lightning_dcp.strategies.evaluation.logs import EvaluationLogs
 from lightning_dcp.strategies.evaluation.measuring import EvaluatingStrategy
@@ -91,6 +92,7 @@ class Evaluation:
             strategy, trainer, pl_module, runtime, topology, fixed_bytes
         )
         self._predicts = compat.is_prediction(trainer)
+        self._hooks_change_batches = has_transfer_hooks(trainer, pl_module)
         self._mode: str | None = None
         self._num_loaders = 1
         #: Per loader in the order in which Lightning asks for them; None: not planned.
@@ -122,6 +124,11 @@ class Evaluation:
     def counts(self) -> bool:
         """Whether what this rank evaluates now counts; True outside of planned batches."""
         return self._share is None or self._share.counts
+
+    def moved(self, batch: Any) -> None:
+        """Count elements again, as the user's transfer hooks left the batch."""
+        if self._share is not None and self._hooks_change_batches:
+            self._logs.set_weight(self._weight(self._share, batch))
 
     def step_done(self) -> None:
         """The user's step has returned; see NOTE [Sharded until the step ends]."""

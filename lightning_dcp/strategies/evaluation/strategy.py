@@ -35,12 +35,14 @@ class PlannedEvaluation(PlannedCheckpoints):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._evaluation_step_begins(*args)
         output = super().validation_step(*args, **kwargs)
         self._evaluation_step_done()
         return output
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._evaluation_step_begins(*args)
         output = super().test_step(*args, **kwargs)
         self._evaluation_step_done()
         return output
@@ -50,6 +52,10 @@ class PlannedEvaluation(PlannedCheckpoints):
         output = super().predict_step(*args, **kwargs)
         self._evaluation_step_done()
         return output
+
+    def _evaluation_step_begins(self, batch: Any, *_: Any) -> None:
+        if self._evaluation is not None:
+            self._evaluation.moved(batch)
 
     def _evaluation_step_done(self) -> None:
         if self._evaluation is not None:
