@@ -97,6 +97,8 @@ class TrainingCLI(LightningCLI):
             self._add_callback()
         except (argparse.ArgumentError, argparse.ArgumentTypeError) as error:
             raise Mistake(training_mistake(str(error), options_of=_options_of)) from error
+        except UnicodeDecodeError as error:
+            raise Mistake("--config: the file is no text: it is not UTF-8.") from error
 
     @override
     def instantiate_classes(self) -> None:

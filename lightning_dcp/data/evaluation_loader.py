@@ -61,7 +61,8 @@ def why_not_planned(dataloader: Any, world_size: int) -> str | None:
     ]
     if own_way:
         return f"{type(dataloader).__name__} overrides `{own_way[0]}`"
-    return _why_sampler_is_kept(dataloader.sampler, num_samples, world_size)
+    # Where a batch sampler was given, `dataloader.sampler` is a default.
+    return _why_sampler_is_kept(batch_sampler.sampler, num_samples, world_size)
 
 
 def _why_sampler_is_kept(sampler: Any, num_samples: int, world_size: int) -> str | None:

@@ -107,13 +107,14 @@ def read_loader(dataloader: Any) -> LoaderSpec:
             f"{_DCP_DECIDES}, so that it cannot be kept. Use `DataLoader(dataset, batch_size=..., "
             "shuffle=...)` instead."
         )
+    # The sampler of the batch sampler: where that was given, `dataloader.sampler` is a default.
     return LoaderSpec(
         dataset=dataloader.dataset,
         collate_fn=dataloader.collate_fn,
         batch_size=batch_sampler.batch_size,
-        shuffle=_is_shuffled(dataloader.sampler, len(dataloader.dataset)),  # type: ignore[arg-type]
+        shuffle=_is_shuffled(batch_sampler.sampler, len(dataloader.dataset)),  # type: ignore[arg-type]
         drop_last=batch_sampler.drop_last,
-        sampler_seed=getattr(dataloader.sampler, "seed", None),
+        sampler_seed=getattr(batch_sampler.sampler, "seed", None),
     )
 
 
@@ -173,7 +174,9 @@ class PlanDataset(Dataset[IterationSamples]):
         return len(self._dataset)
 
     @override
-    def __getitem__(self, key: PlanKey) -> IterationSamples:
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, PlanKey):  # code of the user's, which looks at `loader.dataset`
+            return self._dataset[key]
         samples = []
         for index, ids in enumerate(key.sample_ids):
             with drawing_alike(key.rng_keys, index, 0):

@@ -312,6 +312,33 @@ def check_has_optimizer(optimizer: Optimizer, strategy_name: str) -> None:
         )
 
 
+def check_shards(optimizer: Optimizer, strategy_name: str) -> None:
+    """Refuse what an engine cannot shard that lays each parameter group out as one vector.
+
+    DeepSpeed leaves an empty group out, so that schedulers would set another group's learning rate,
+    and cannot make a shard of one that is frozen.
+
+    Raises:
+        MisconfigurationException: optimizers that look at the rows and columns of a parameter; a
+            group in which nothing trains.
+    """
+    name = type(optimizer).__name__
+    if name in ("Adafactor", "Muon"):
+        raise MisconfigurationException(
+            f"{name} looks at the rows and columns of each parameter, but the engine of"
+            f" strategy='{strategy_name}' gives it a piece of a vector of all parameters: it would"
+            " train otherwise than on one device, and on each number of ranks. Use an optimizer"
+            " that works element by element, or strategy='dcp_ddp'."
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        if not any(parameter.requires_grad for parameter in group["params"]):
+            raise MisconfigurationException(
+                f"Parameter group {number} of the optimizer has no parameter that requires a"
+                f" gradient, but the engine of strategy='{strategy_name}' shards each group. Leave"
+                " the group out in `configure_optimizers`, or use strategy='dcp_ddp'."
+            )
+
+
 def check_memory_limit(limit_bytes: int, fixed_bytes: int) -> None:
     """Refuse a memory limit that the model alone does not fit into.
 

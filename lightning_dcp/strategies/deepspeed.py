@@ -22,7 +22,12 @@ from typing_extensions import override
 from lightning_dcp.planning.options import PlanningOptions
 from lightning_dcp.profiling.options import ProfilingOptions
 from lightning_dcp.strategies.checkpointing.zero import PlainZeroCheckpoints
-from lightning_dcp.strategies.checks import check_has_optimizer, check_optimizers, one_optimizer
+from lightning_dcp.strategies.checks import (
+    check_has_optimizer,
+    check_optimizers,
+    check_shards,
+    one_optimizer,
+)
 from lightning_dcp.strategies.extension_lock import wait_for_build_lock
 from lightning_dcp.strategies.gradients import zero_for
 from lightning_dcp.strategies.iteration import LossAverage
@@ -175,7 +180,9 @@ class DCPStrategy(DCPStrategyMixin, PlainZeroCheckpoints):
             lr_scheduler=lr_scheduler,
             dist_init_required=False,
         )
-        self.keep_zero_state(engine_optimizer, [group for group in groups if group], model)
+        if optimizer is not None:
+            _keep_optimizer(engine_optimizer, optimizer)
+        self.keep_zero_state(engine_optimizer, groups, model)
         return engine, engine_optimizer
 
     @override
@@ -183,6 +190,7 @@ class DCPStrategy(DCPStrategyMixin, PlainZeroCheckpoints):
         with one_optimizer(self.strategy_name):
             optimizer, scheduler = super()._init_optimizers()
         check_has_optimizer(optimizer, self.strategy_name)
+        check_shards(optimizer, self.strategy_name)
         check_optimizers([optimizer], self.strategy_name)
         return optimizer, scheduler
 
@@ -249,6 +257,20 @@ class DCPStrategy(DCPStrategyMixin, PlainZeroCheckpoints):
         # This rank's shard: float32 master weights and two moments as Adam keeps them.
         shard = 3 * 4 * trainable // self.world_size
         return stored + 2 * gradients + shard + buffers
+
+
+def _keep_optimizer(engine_optimizer: Any, optimizer: Optimizer) -> None:
+    """Have the engine step the user's optimizer, where it has made another one in its place.
+
+    DeepSpeed 0.19.8 does so with Adagrad: one group for all parameters, with the defaults of the
+    class. Schedulers would go on with the user's, and options of groups be lost.
+    """
+    theirs = engine_optimizer.optimizer
+    if theirs is not optimizer:
+        optimizer.state.clear()
+        optimizer.state.update(theirs.state)
+        engine_optimizer.optimizer = optimizer
+        engine_optimizer._link_all_hp_params()  # of the first group only, until now
 
 
 def _check_config(config: dict[str, Any]) -> None:

@@ -265,6 +265,7 @@ class DCPStrategyMixin(PlannedEvaluation):
             check_train_loader=partial(check_train_loader, strategy_name=self.strategy_name),
             prepare_train_loader=prepare_train_loader,
             iteration_loss=lambda: self._iteration_loss,
+            abort=lambda: None if self._runner is None else self._runner.abort(),
         )
         trainer.fit_loop.setup_data()
         if self._preparation is None:  # limit_train_batches=0, or no training_step
@@ -309,6 +310,7 @@ class DCPStrategyMixin(PlannedEvaluation):
     def teardown(self) -> None:
         if self._runner is not None:
             self._runner.abort()
+        self._end_evaluation()  # before those of training, over which its patches lie
         if self._patches is not None:
             self._patches.remove()
         if self._throughput is not None:

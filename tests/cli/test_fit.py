@@ -336,6 +336,8 @@ def test_mistakes_about_model_and_files(fails: Fails, folder: Path) -> None:
     assert "Write its module too, such as my_module.Nowhere" in fails(model="Nowhere")
     assert "is no LightningModule" in fails(model="lightning_dcp.DCPStrategy")
     assert "nowhere.yaml" in fails("--config=nowhere.yaml")
+    (folder / "latin.yaml").write_bytes("# \xe4\n".encode("latin-1"))
+    assert "--config: the file is no text: it is not UTF-8" in fails("--config=latin.yaml")
     assert "--foo: the command has no option foo" in fails("--foo=3")
     with pytest.raises(Mistake, match="--model is missing"):
         main(["fit", "--debug"])

@@ -290,6 +290,8 @@ def test_the_users_dataset_shines_through() -> None:
     assert isinstance(copy, PlanDataset)
     assert copy.handle == "open"
     assert not hasattr(wrapped, "__getitems__")
+    for own, users in zip(wrapped, dataset, strict=True):  # as a callback might look at samples
+        assert torch.equal(torch.as_tensor(own), torch.as_tensor(users))
 
 
 def test_without_effect_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -323,6 +325,18 @@ def test_read_loader(arguments: dict[str, Any], shuffle: bool) -> None:
     assert spec.drop_last is True
     assert spec.dataset is DATASET
     assert spec.collate_fn is pad_with_minus_one
+
+
+def test_the_sampler_of_a_batch_sampler_is_the_one_that_counts() -> None:
+    """`DataLoader(batch_sampler=...)` has no batch size, and a default for a sampler."""
+
+    def given(sampler: Any) -> DataLoader:
+        return DataLoader(DATASET, batch_sampler=BatchSampler(sampler, 4, drop_last=True))
+
+    spec = read_loader(given(RandomSampler(DATASET)))
+    assert (spec.shuffle, spec.batch_size, spec.drop_last) == (True, 4, True)
+    with pytest.raises(TypeError, match="its own sampler, WeightedRandomSampler"):
+        read_loader(given(WeightedRandomSampler([1.0] * len(DATASET), 3)))
 
 
 # ---- what it refuses ----------------------------------------------------------------------------

@@ -66,6 +66,22 @@ class GroupsLM(ToyLM):
         }
 
 
+class AdagradLM(GroupsLM):
+    """An optimizer whose state is there from the start, with options of their own for groups."""
+
+    def configure_optimizers(self) -> Any:
+        configured = super().configure_optimizers()
+        groups = [
+            {"params": group["params"], "lr": lr}
+            for group, lr in zip(configured["optimizer"].param_groups, (0.1, 0.01), strict=True)
+        ]
+        optimizer = torch.optim.Adagrad(groups, initial_accumulator_value=0.1)
+        configured["lr_scheduler"]["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(
+            optimizer, 0.5
+        )
+        return {**configured, "optimizer": optimizer}
+
+
 class Losses(L.Callback):
     """The loss of each step over all ranks, and the checkpoints that are saved on the way."""
 
@@ -127,12 +143,13 @@ def train(
     num_workers: int = 0,
     dropout: float = 0.0,
     callbacks: Sequence[L.Callback] = (),
+    model_class: type[GroupsLM] = GroupsLM,
     trainer: dict[str, Any] | None = None,
     strategy: dict[str, Any] | None = None,
     **fit: Any,
 ) -> dict[str, Any]:
     """One `fit`; what each rank saw of it."""
-    recorder, lines, model = Losses(folder, save_at), Lines(), GroupsLM(dropout)
+    recorder, lines, model = Losses(folder, save_at), Lines(), model_class(dropout)
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addHandler(lines)
     run = L.Trainer(
@@ -299,6 +316,67 @@ def test_half_precision_resumes_bit_for_bit(
         master = checkpoint["lightning_dcp_engine"]["master_weights"]["head.weight"]
         assert weight.dtype == torch.bfloat16 and torch.equal(weight, master.bfloat16())
         assert not torch.equal(weight.float(), master)
+
+
+def test_adagrad_in_groups_with_a_scheduler(pair: World, cache: str, tmp_path: Path) -> None:
+    """DeepSpeed makes another Adagrad of it: one group, that no scheduler knows of."""
+    common: dict[str, Any] = {"max_steps": 4, "model_class": AdagradLM, "planning": GLOBAL_BATCH}
+    wanted = pair.run(train, "ddp", cache, str(tmp_path), **common)
+    whole = pair.run(train, "dcp", cache, str(tmp_path), save_at=[2], **common)
+    assert whole[0]["losses"] == pytest.approx(wanted[0]["losses"], rel=2e-5)
+    path = str(tmp_path / "2.ckpt")
+    rest = pair.run(train, "dcp", cache, str(tmp_path), ckpt_path=path, **common)
+    assert rest[0]["losses"] == whole[0]["losses"][2:]
+
+
+def saved_after_another_was_loaded(rank: int, cache: str, folder: str) -> bool:
+    """`fit`, then `validate` an older checkpoint, then save: whether that is the older one."""
+    model = GroupsLM()
+    run = L.Trainer(
+        strategy=strategy_of("dcp", cache, GLOBAL_BATCH),
+        accelerator="cpu",
+        devices=2,
+        max_steps=2,
+        precision="bf16-mixed",
+        callbacks=[Losses(folder, [1])],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    data = DataLoader(Sequences(LENGTHS[:16]), batch_size=2, collate_fn=pad, shuffle=True)
+    run.fit(model, data)
+    run.validate(model, data, ckpt_path=f"{folder}/1.ckpt", verbose=False)
+    run.save_checkpoint(f"{folder}/again.ckpt", weights_only=True)
+    older, again = (
+        torch.load(f"{folder}/{name}.ckpt", weights_only=True)["state_dict"]
+        for name in ("1", "again")
+    )
+    return all(torch.equal(older[k].bfloat16(), again[k].bfloat16()) for k in older)
+
+
+def test_weights_that_were_loaded_after_fit_are_saved(
+    pair: World, cache: str, tmp_path: Path
+) -> None:
+    """And not the float32 ones that the engine has from `fit`."""
+    assert all(pair.run(saved_after_another_was_loaded, cache, str(tmp_path)))
+
+
+def by_url(rank: int, name: str, cache: str, folder: str) -> int:
+    class Save(L.Callback):
+        def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+            trainer.save_checkpoint(f"file://{folder}/a b/1.ckpt")
+
+    os.chdir(folder)
+    train(rank, name, cache, folder, max_steps=1, callbacks=[Save()])
+    url = f"file://{folder}/a b/1.ckpt"
+    steps: int = train(rank, name, cache, folder, max_steps=2, ckpt_path=url)["steps"]
+    return steps
+
+
+def test_a_file_at_a_url(pair: World, cache: str, tmp_path: Path) -> None:
+    assert pair.run(by_url, "dcp_fsdp", cache, str(tmp_path)) == [2, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["a b"]
 
 
 # ---- folders -------------------------------------------------------------------------------------
@@ -610,6 +688,50 @@ def test_a_longer_max_steps_goes_on_in_the_same_epoch(cache: str, tmp_path: Path
         found = one.run(stopped_early, cache, str(tmp_path))[0]
     assert found["longer"][0] == found["whole"][0][3:]
     assert found["longer"][1]["losses"] == found["whole"][1]["losses"][3:]
+
+
+class FailOnce(L.Callback):
+    def __init__(self, at: int, path: str) -> None:
+        self.at, self.path = at, path
+
+    def on_before_zero_grad(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.at:
+            raise ZeroDivisionError("on purpose")
+
+    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def interrupted_twice(rank: int, cache: str, folder: str) -> Any:
+    """By an error in step 3, and by `should_stop` in the last epoch; each time it goes on."""
+
+    class StopAt(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            trainer.should_stop = trainer.global_step == 5
+
+    common: dict[str, Any] = {"batch_size": 4, "num_samples": 24}
+    whole = train(rank, "dcp_ddp", cache, folder, **common)
+    path = f"{folder}/failed.ckpt"
+    with pytest.raises(ZeroDivisionError):
+        train(rank, "dcp_ddp", cache, folder, callbacks=[FailOnce(2, path)], **common)
+    # What follows a failed batch is saved in `on_train_batch_end`, and after the run.
+    train(rank, "dcp_ddp", cache, folder, save_at=[3], ckpt_path=path, **common)
+    saving = ModelCheckpoint(dirpath=f"{folder}/stopped", save_last=True)
+    third = f"{folder}/3.ckpt"
+    train(rank, "dcp_ddp", cache, folder, callbacks=[StopAt(), saving], ckpt_path=third, **common)
+    last = f"{folder}/stopped/last.ckpt"
+    return whole, [
+        train(rank, "dcp_ddp", cache, folder, ckpt_path=path, **common) for path in (third, last)
+    ]
+
+
+def test_after_an_error_and_in_the_last_epoch(cache: str, tmp_path: Path) -> None:
+    with World(1, timeout_s=110) as one:
+        whole, resumed = one.run(interrupted_twice, cache, str(tmp_path))[0]
+    assert len(whole["losses"]) == 6
+    for result, done in zip(resumed, (3, 5), strict=True):
+        assert result["losses"] == whole["losses"][done:]
+        assert (result["steps"], result["epoch"]) == (6, 1)
 
 
 def killed(rank: int, cache: str, folder: str, at: int | None) -> dict[str, Any]:

@@ -148,27 +148,30 @@ def test_model_checkpoint(tmp_path: Path) -> None:
 
 class Fails(CompatLM):
     #: Where it fails. Of the class: cost profiles are kept by an object's own values.
-    inside_step: bool | None = None
+    fails_in: str = ""
 
-    def fail(self, inside_step: bool) -> None:
-        if self.trainer.global_step == 2 and inside_step is self.inside_step:
+    def fail(self, hook: str) -> None:
+        if self.trainer.global_step == 2 and hook == self.fails_in:
             raise ValueError("the user's own error")
 
     def training_step(self, *args: Any) -> Tensor:
-        self.fail(inside_step=True)
+        self.fail("training_step")
         return super().training_step(*args)
+
+    def on_before_zero_grad(self, *args: Any) -> None:
+        self.fail("on_before_zero_grad")
 
     def on_train_batch_end(self, *args: Any) -> None:
         super().on_train_batch_end(*args)
-        self.fail(inside_step=False)
+        self.fail("on_train_batch_end")
 
 
-@pytest.mark.parametrize("inside_step", [True, False])
+@pytest.mark.parametrize("hook", ["training_step", "on_before_zero_grad", "on_train_batch_end"])
 def test_on_exception_checkpoint(
-    tmp_path: Path, inside_step: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, hook: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Fails()
-    monkeypatch.setattr(Fails, "inside_step", inside_step)
+    monkeypatch.setattr(Fails, "fails_in", hook)
     with pytest.raises(ValueError, match="the user's own error"):
         fit(
             tmp_path,
@@ -180,7 +183,7 @@ def test_on_exception_checkpoint(
     assert saved["global_step"] == 2
     torch.testing.assert_close(dict(saved["state_dict"]), dict(model.state_dict()))
     # Goes on from there, now without the error, with nothing lost.
-    monkeypatch.setattr(Fails, "inside_step", None)
+    monkeypatch.setattr(Fails, "fails_in", "")
     resumed = fit(tmp_path, Fails(), ckpt_path=str(tmp_path / "on_exception.ckpt"))
     whole = fit(tmp_path, Fails())
     assert resumed.global_step == STEPS

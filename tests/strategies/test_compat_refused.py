@@ -23,7 +23,7 @@ from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD
+from torch.optim import LBFGS, SGD, Adafactor
 from torch.optim.lr_scheduler import StepLR
 from torchmetrics import MeanMetric
 
@@ -62,6 +62,16 @@ class TwoSchedulers(CompatLM):
 class NoOptimizer(CompatLM):
     def configure_optimizers(self) -> Any:
         return None
+
+
+class EmptyGroup(CompatLM):
+    def configure_optimizers(self) -> Any:
+        return SGD([{"params": list(self.parameters())}, {"params": []}], 0.1)
+
+
+class Factored(CompatLM):
+    def configure_optimizers(self) -> Any:
+        return Adafactor(self.parameters())
 
 
 class SecondOrder(CompatLM):
@@ -155,6 +165,10 @@ REFUSED: dict[str, Callable[[Path], Any]] = {
     "several optimizers": lambda p: fit(p, TwoOptimizers()),
     "several schedulers (`dcp`)": lambda p: fit(p, TwoSchedulers(), strategy=dcp()),
     "no optimizer (`dcp`)": lambda p: fit(p, NoOptimizer(), strategy=dcp()),
+    "a parameter group in which nothing trains (`dcp`)": lambda p: fit(
+        p, EmptyGroup(), strategy=dcp()
+    ),
+    "`Adafactor`, `Muon` (`dcp`)": lambda p: fit(p, Factored(), strategy=dcp()),
     "`LBFGS`": lambda p: fit(p, SecondOrder()),
     "a closure that is called twice": lambda p: fit(p, TwiceClosed()),
     "`training_step(dataloader_iter)`": lambda p: fit(p, IteratorStep()),

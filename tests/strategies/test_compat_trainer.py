@@ -544,6 +544,7 @@ def test_fit_twice_then_validate_and_test(tmp_path: Path) -> None:
         trainer = make_trainer(tmp_path, ours, max_epochs=1)
         model = CompatLM()
         trainer.fit(model, data(), data(LENGTHS[:4]))
+        assert "_prepare_dataloader" not in vars(trainer._data_connector)
         trainer.fit_loop.max_epochs = 2
         trainer.fit(model, data(), data(LENGTHS[:4]))
         scores = trainer.validate(model, data(), verbose=False)[0]

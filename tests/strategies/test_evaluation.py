@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,16 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricCollection, SumMetric
 
+from lightning_dcp.data.evaluation_loader import why_not_planned
 from lightning_dcp.planning.options import PlanningOptions
 from lightning_dcp.profiling.options import ProfilingOptions
 from lightning_dcp.strategies.ddp import DCPDDPStrategy
@@ -294,6 +302,28 @@ def test_three_ranks_and_one(three: World, one: World) -> None:
     assert [i for _, ids in result["returned"] for i in ids] == list(range(21))
 
 
+class Lazy(EvalLM):
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return (i for i in batch["id"].tolist())
+
+
+def unsent(rank: int) -> Any:
+    trainer = L.Trainer(strategy=strategy_of("dcp_ddp"), devices=4, logger=False, **QUIET)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        returned = trainer.predict(Lazy(), loader([7, 5, 9]))
+    lines = [str(w.message) for w in caught if str(w.message).startswith("DCP:")]
+    return lines, [list(ids) for ids in returned]
+
+
+def test_predictions_that_cannot_be_sent_stay_where_they_are(world: World) -> None:
+    """As under ddp; also where ranks have none, which would wait for the others."""
+    results = world.run(unsent)
+    assert [ids for _, ids in results] == [[[0, 1]], [[2]], [], []]
+    (line,) = results[0][0]
+    assert "own predictions only" in line and "cannot pickle 'generator' object" in line
+
+
 class Writer(BasePredictionWriter):
     def __init__(self) -> None:
         super().__init__("batch_and_epoch")
@@ -416,6 +446,13 @@ def limited(rank: int, loaders: Any, **options: Any) -> list[tuple[float, float]
 def test_limits_take_what_ddp_takes(world: World) -> None:
     assert world.run(limited, loader(), limit_val_batches=1) == [[(8.0, 7.0)] * 2] * 4
     assert world.run(limited, loader(), limit_val_batches=0.7) == [[(16.0, 15.0)] * 2] * 4
+    batches = BatchSampler(SequentialSampler(range(21)), B, drop_last=False)
+    given = DataLoader(Sequences(LENGTHS), batch_sampler=batches, collate_fn=pad)
+    assert world.run(limited, given, limit_val_batches=1) == [[(8.0, 7.0)] * 2] * 4
+    part = BatchSampler(SubsetRandomSampler(range(8)), B, drop_last=False)
+    assert why_not_planned(DataLoader(Sequences(LENGTHS), batch_sampler=part), 4) == (
+        "it has its own sampler, SubsetRandomSampler"
+    )
     combined = CombinedLoader([loader(shuffle=True)], "sequential")
     assert world.run(limited, combined, fast_dev_run=True) == [[(8.0, 7.0)] * 2] * 4
 
@@ -449,7 +486,7 @@ def leave(rank: int, kind: str) -> Any:
         "iterable": lambda: DataLoader(Stream(), batch_size=1, collate_fn=pad),
         "own sampler": lambda: DataLoader(
             Sequences(LENGTHS),
-            sampler=torch.utils.data.SubsetRandomSampler(range(8)),
+            sampler=SubsetRandomSampler(range(8)),
             batch_size=1,
             collate_fn=pad,
         ),

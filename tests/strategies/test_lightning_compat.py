@@ -101,6 +101,7 @@ def test_patches_are_taken_out_again(trainer: L.Trainer) -> None:
         check_train_loader=lambda loaders: None,
         prepare_train_loader=lambda loader: loader,
         iteration_loss=lambda: None,
+        abort=lambda: None,
     )
     assert loop._results is patches.results
     assert "_on_before_batch_transfer" in vars(model)
@@ -121,6 +122,7 @@ def test_progress_goes_on_counting_over_patches(trainer: L.Trainer) -> None:
         check_train_loader=lambda loaders: None,
         prepare_train_loader=lambda loader: loader,
         iteration_loss=lambda: None,
+        abort=lambda: None,
     )
     assert loop.automatic_optimization.optim_progress is before
     patches.remove()
@@ -137,6 +139,7 @@ def test_micro_batches_go_through_the_users_hook_one_by_one(trainer: L.Trainer) 
         check_train_loader=lambda loaders: None,
         prepare_train_loader=lambda loader: loader,
         iteration_loss=lambda: None,
+        abort=lambda: None,
     )
     batch = IterationBatch(0, 0, [1, 2])
     assert model._on_before_batch_transfer(batch) is batch

@@ -21,7 +21,8 @@ private name                              why
 ``_parse_num_batches``                    what ``limit_train_batches`` makes of that number
 ``fit_loop._data_fetcher``                to restart loading after a checkpoint was restored
 ``checkpoint["loops"]["fit_loop"]``       from which the state of our loader is left out: a run
-                                          with another loader would refuse it
+                                          with another loader would refuse it; and whose counters
+                                          say that the last epoch is over where it was ended early
 ========================================  =====================================================
 """
 
@@ -97,6 +98,10 @@ def resume_point(trainer: L.Trainer, unfinished_epoch: int | None) -> ResumePoin
     batches: Any = loop.batch_progress
     # A checkpoint that was saved in `on_train_batch_end` does not count that batch yet.
     late = int(loop.restarted_on_train_batch_end)
+    # A batch that failed stays in Lightning's totals, from which it would see at the next resume
+    # that a checkpoint was not saved in `on_train_batch_end`: a batch would be run again.
+    total = batches.total
+    total.ready = total.started = total.processed = total.completed + late
     if epochs.ready == epochs.processed or fit_loop.restarted_on_epoch_start:
         if not fit_loop.is_resuming:
             return ResumePoint(int(epochs.processed), 0)
@@ -147,6 +152,24 @@ def _reopen_epoch(trainer: L.Trainer) -> None:
     fit_loop._restart_stage = RestartStage.RESTARTED_MID_EPOCH
     loop._restart_stage = EpochRestartStage.RESTARTED_ON_LAST
     fit_loop._restarting = loop._restarting = True
+
+
+def reopen_saved_epoch(checkpoint: MutableMapping[str, Any], epoch: int) -> None:
+    """Take back that a checkpoint counts an epoch of which iterations are left as a whole one.
+
+    As `_reopen_epoch`, but before Lightning compares the number of epochs with `max_epochs`: else
+    it would end the run where that epoch is the last one.
+    """
+    fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    progress = fit_loop.get("epoch_progress")
+    batches = fit_loop.get("epoch_loop.batch_progress", {}).get("current")
+    if not progress or not batches or batches["completed"] != batches["processed"]:
+        return
+    current = progress["current"]
+    if current["ready"] == current["processed"] == epoch + 1:
+        for counters in (current, progress["total"]):
+            counters["processed"] -= 1
+            counters["completed"] = counters["processed"]
 
 
 def set_epoch_length(trainer: L.Trainer, num_iterations: int, done: int = 0) -> None:

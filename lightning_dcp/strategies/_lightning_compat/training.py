@@ -100,13 +100,25 @@ class IterationOptimization(_AutomaticOptimization):
     micro-batch's, already weighted for the backward pass.
     """
 
-    def __init__(self, trainer: L.Trainer, iteration_loss: Callable[[], Tensor | None]) -> None:
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        iteration_loss: Callable[[], Tensor | None],
+        abort: Callable[[], None],
+    ) -> None:
         super().__init__(trainer)
         self._iteration_loss = iteration_loss
+        self._abort = abort
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
-        outputs = super().run(optimizer, batch_idx, kwargs)
+        try:
+            outputs = super().run(optimizer, batch_idx, kwargs)
+        except BaseException:
+            # A hook between forward and backward may have raised; what handles it, such as a
+            # checkpoint on exceptions, is outside of the micro-batch.
+            self._abort()
+            raise
         loss = self._iteration_loss()
         if loss is not None and "loss" in outputs:
             outputs["loss"] = loss
@@ -124,6 +136,7 @@ class TrainerPatches:
         check_train_loader: Callable[[object], None],
         prepare_train_loader: Callable[[DataLoader[Any]], DataLoader[Any]],
         iteration_loss: Callable[[], Tensor | None],
+        abort: Callable[[], None],
     ) -> None:
         self._trainer = trainer
         self._pl_module = pl_module
@@ -134,7 +147,7 @@ class TrainerPatches:
         epoch_loop._results = self.results
 
         self._old_optimization = epoch_loop.automatic_optimization
-        optimization = IterationOptimization(trainer, iteration_loss)
+        optimization = IterationOptimization(trainer, iteration_loss, abort)
         # Progress is state that checkpoints restore: the new loop counts on from the old one's.
         optimization.optim_progress = self._old_optimization.optim_progress
         epoch_loop.automatic_optimization = optimization

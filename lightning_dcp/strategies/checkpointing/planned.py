@@ -100,6 +100,8 @@ class PlannedCheckpoints(GuardedCollectives):
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING and KEY in checkpoint:
             self._saved_plan = PlanState.from_plain(checkpoint[KEY])
+            if self._saved_plan.unfinished:
+                compat.reopen_saved_epoch(checkpoint, self._saved_plan.epoch)
         return checkpoint
 
     def _read_checkpoint(self, path: Any, weights_only: bool | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
+from lightning.pytorch.strategies.strategy import Strategy
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -45,16 +46,29 @@ class PlainShardedCheckpoints(ModelParallelStrategy):
         return number_parameters(state) if self.is_global_zero else {}
 
     @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        filepath = self.broadcast(filepath)
+        if _is_url(filepath) and not self._save_distributed_checkpoint:
+            # Lightning makes a `Path` of it, and so a local folder `s3:`.
+            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
         if weights_only is None:
             weights_only = compat.weights_only_of_run()
-        path = Path(self.broadcast(checkpoint_path))
-        if path.is_dir():
+        path = self.broadcast(checkpoint_path)
+        if Path(path).is_dir():
             return super().load_checkpoint(path, weights_only)
-        checkpoint: dict[str, Any] = torch.load(
-            path, mmap=True, map_location="cpu", weights_only=weights_only
+        checkpoint: dict[str, Any] = (
+            self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            if _is_url(path)
+            else torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
         )
         if "state_dict" not in checkpoint:
             raise MisconfigurationException(
@@ -103,3 +117,7 @@ class PlainShardedCheckpoints(ModelParallelStrategy):
                 for group in state["param_groups"]
             ],
         }
+
+
+def _is_url(path: Any) -> bool:
+    return "://" in str(path)

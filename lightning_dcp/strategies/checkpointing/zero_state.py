@@ -48,12 +48,13 @@ class ZeroState:
     def masters(self, keep: bool) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Float32 weights of the parameters in half precision, on the CPU; nothing if not `keep`.
 
-        All ranks have to go through to the end.
+        Without those of parameters that were set to something else since the engine's last step, as
+        by `trainer.test(ckpt_path=...)` after `fit`. All ranks have to go through to the end.
         """
         for parameter in self._trainable():
             if parameter.dtype in _HALF:
                 full = self._gather(parameter, None)
-                if keep:
+                if keep and torch.equal(full.to(parameter), parameter.detach()):
                     yield parameter, full.cpu()
 
     def load_masters(self, weights: Mapping[nn.Parameter, Tensor]) -> None:

@@ -103,6 +103,8 @@ class EvaluationPreparer:
             "Reading the lengths of what is evaluated", partial(self._lengths, dataloader)
         )
         planning = self._strategy.settings.planning
+        # `dataloader.batch_size` is None where a batch sampler was given.
+        batch_size: int = dataloader.batch_sampler.batch_size
         check_same_on_all_ranks(
             "the evaluation plan",
             {
@@ -110,7 +112,7 @@ class EvaluationPreparer:
                 "sequence lengths": hashlib.sha256(
                     np.ascontiguousarray(lengths).tobytes()
                 ).hexdigest()[:12],
-                "batch_size": str(dataloader.batch_size),
+                "batch_size": str(batch_size),
                 "seed": str(self._strategy.seed),
                 "planning options": planning.fingerprint()[:12],
             },
@@ -124,7 +126,7 @@ class EvaluationPreparer:
             "Planning the evaluation",
             lambda: EvaluationPlanner(
                 lengths=lengths,
-                batch_size=dataloader.batch_size,
+                batch_size=batch_size,
                 world_size=self._topology.world_size,
                 memory=memory,
                 limit_bytes=limit,
@@ -161,7 +163,7 @@ class EvaluationPreparer:
         if reasons or loader is None:
             self._leave(reasons[0])
             return None
-        if getattr(dataloader, "drop_last", False):
+        if getattr(dataloader.batch_sampler, "drop_last", False):
             self._tell("`drop_last=True` has no effect: every sample is evaluated exactly once.")
         _tell_of_too_long(planner, lengths)
         return loader, planner

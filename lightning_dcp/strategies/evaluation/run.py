@@ -13,11 +13,12 @@ NOTE [Sharded until the step ends]
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, overload
 
-from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -238,7 +239,22 @@ class Evaluation:
         if not self._samplers or self._samplers[dataloader_idx] is None:
             return predictions
         own = list(zip(self._predicted[dataloader_idx], predictions, strict=True))
-        everyone = [entry for theirs in gather_objects(own) for entry in theirs]
+        if self._topology.world_size == 1:
+            return predictions
+        packed, error = b"", None
+        try:
+            packed = pickle.dumps(own)
+        except Exception as raised:  # noqa: BLE001 - whatever a class of the user's raises
+            error = f"{type(raised).__name__}: {raised}"
+        gathered = gather_objects((packed, error))
+        errors = [text for _, text in gathered if text is not None]
+        if errors:
+            rank_zero_warn(
+                "DCP: each rank returns its own predictions only, as under 'ddp': they cannot be"
+                f" sent to the other ranks ({errors[0]})."
+            )
+            return predictions
+        everyone = [entry for theirs, _ in gathered for entry in pickle.loads(theirs)]
         return [prediction for _, prediction in sorted(everyone, key=lambda entry: entry[0])]
 
 

@@ -61,9 +61,12 @@ class PlannedEvaluation(PlannedCheckpoints):
         if self._evaluation is not None:
             self._evaluation.step_done()
 
-    @override
-    def teardown(self) -> None:
+    def _end_evaluation(self) -> None:
         if self._evaluation is not None:
             self._evaluation.remove()
             self._evaluation = None
+
+    @override
+    def teardown(self) -> None:
+        self._end_evaluation()
         super().teardown()
