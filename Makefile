@@ -7,6 +7,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEMO   ?=
 TESTS  ?=
+# Two files of tests at a time; each keeps its processes for all of its tests. PARALLEL= runs one.
+PARALLEL ?= -n 2 --dist loadfile
 
 # On x86-64 Linux the default index serves torch with the whole of CUDA, several gigabytes. Without an
 # NVIDIA driver only a CPU build is taken, from the configured indexes or from TORCH_CPU_INDEX.
@@ -30,7 +32,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/stdlib_lm.py $(DEMO)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest $(PARALLEL) $(TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -21,7 +21,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torchmetrics import Metric
@@ -53,12 +52,12 @@ from lightning_dcp.strategies.checks import (
     one_optimizer,
     refuse_written_parameters,
 )
+from lightning_dcp.strategies.engine import Engine
 from lightning_dcp.strategies.evaluation.run import (
     Evaluation,
     evaluation_runtime,
     fixed_evaluation_bytes,
 )
-from lightning_dcp.strategies.evaluation.strategy import PlannedEvaluation
 from lightning_dcp.strategies.gradients import scale
 from lightning_dcp.strategies.iteration import IterationRunner
 from lightning_dcp.strategies.iteration_logs import IterationLogs
@@ -66,11 +65,9 @@ from lightning_dcp.strategies.metric_objects import unequal_lists_gathered
 from lightning_dcp.strategies.preparation import Preparation, TrainPreparer
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
     from datetime import timedelta
 
     import lightning as L
-    from lightning.pytorch.profilers import Profiler
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
@@ -81,7 +78,7 @@ if TYPE_CHECKING:
     from lightning_dcp.strategies.settings import DCPSettings
 
 
-class DCPStrategyMixin(PlannedEvaluation):
+class DCPStrategyMixin(Engine):
     """Plan-driven training, mixed into one of Lightning's strategies (before it)."""
 
     settings: DCPSettings
@@ -97,7 +94,6 @@ class DCPStrategyMixin(PlannedEvaluation):
     _throughput: IterationThroughput | None = None
     _decisions: AgreedDecisions | None = None
     _metrics_patch: ExitStack | None = None
-    _optimizer_in_backward: Optimizer | None = None
     _iteration_loss: Tensor | None = None
     _overhead_s: float = 0.0
     _exchanged_s: float | None = None
@@ -113,11 +109,6 @@ class DCPStrategyMixin(PlannedEvaluation):
         return None if self._preparation is None else self._preparation.planner
 
     @property
-    def num_processes(self) -> int:
-        """Ranks on this node."""
-        return 0 if self.parallel_devices is None else len(self.parallel_devices)
-
-    @property
     def cost_profile(self) -> CostProfile | None:
         """What was measured on the user's model; None before `setup`."""
         return None if self._preparation is None else self._preparation.cost_profile
@@ -131,32 +122,6 @@ class DCPStrategyMixin(PlannedEvaluation):
     @override
     def inside_micro_batch(self) -> bool:
         return self._runner is not None and self._runner.inside_micro_batch
-
-    # ---- what the engines differ in --------------------------------------------------------------
-
-    def _forward_training_step(self, *args: Any) -> Any:
-        """The user's `training_step` on one micro-batch, under the precision plugin."""
-        raise NotImplementedError
-
-    def profile_context(self) -> AbstractContextManager[Any]:
-        """Context in which a training step is measured: the precision that is not in the model."""
-        return self.precision_plugin.train_step_context()
-
-    def _backward_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments of the engine's backward pass."""
-        return {}
-
-    def _gradient(self, parameter: torch.nn.Parameter) -> Tensor | None:
-        """What has accumulated for a parameter and is not reduced yet."""
-        return parameter.grad
-
-    def _reduce_gradients(self) -> None:
-        """Reduce the accumulated gradients of all ranks, or ready them for the engine's step."""
-        raise NotImplementedError
-
-    def fixed_bytes(self, pl_module: L.LightningModule) -> int:
-        """Bytes per rank that stay: parameters, gradients, optimizer state, buffers."""
-        raise NotImplementedError
 
     # ---- setup -----------------------------------------------------------------------------------
 
@@ -218,12 +183,6 @@ class DCPStrategyMixin(PlannedEvaluation):
         if self._throughput is None:
             self._throughput = IterationThroughput(trainer)
         self._throughput.whole_over_own = lambda: evaluation.whole_over_own
-
-    def _allocated_bytes(self) -> int | None:
-        """Bytes that tensors take on the device; None on a CPU, where nobody counts them."""
-        if self.root_device.type != "cuda":
-            return None
-        return torch.cuda.memory_allocated(self.root_device)
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
@@ -432,29 +391,3 @@ class DCPStrategyMixin(PlannedEvaluation):
         if self.world_size == 1:  # there is nobody to differ from
             return 0
         return sum(parameter._version for parameter in self.lightning_module.parameters())
-
-    def backward_micro_batch(self, loss: Tensor) -> None:
-        """Backward pass of one weighted loss, with the hooks that Lightning runs around it."""
-        with self._profiled("[DCP]micro_batch_backward"):
-            super().backward(loss, self._optimizer_in_backward, **self._backward_kwargs())
-
-    def move_micro_batch(self, batch: Any) -> Any:
-        """Move one micro-batch to this rank's device."""
-        assert self.lightning_module is not None
-        return compat.move_micro_batch(
-            super().batch_to_device, self.lightning_module, batch, self.root_device
-        )
-
-    def sum_over_ranks(self, value: float) -> float:
-        """Sum of one number over all ranks; a collective."""
-        total = torch.tensor(value, dtype=torch.float64, device=self.root_device)
-        if dist.is_initialized():
-            dist.all_reduce(total)
-        return float(total)
-
-    def _profiled(self, action: str) -> AbstractContextManager[Any]:
-        """Lightning's profiler times what runs under this, as `action`."""
-        assert self.lightning_module is not None
-        # Lightning sets the attribute outside of the class that its stubs describe.
-        profiler: Profiler = self.lightning_module.trainer.profiler  # type: ignore[attr-defined]
-        return profiler.profile(action)

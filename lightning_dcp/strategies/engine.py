@@ -1,0 +1,93 @@
+"""What the engines behind the strategies differ in, and what the runner of micro-batches needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dcp.strategies._lightning_compat import training as compat
+from lightning_dcp.strategies.evaluation.strategy import PlannedEvaluation
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import lightning as L
+    from lightning.pytorch.profilers import Profiler
+    from torch.optim import Optimizer
+
+
+class Engine(PlannedEvaluation):
+    """One rank's forward and backward passes, by whatever engine the strategy is built on.
+
+    With `DCPStrategyMixin` it is the `StepHost` of the iteration's runner.
+    """
+
+    _optimizer_in_backward: Optimizer | None = None
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return 0 if self.parallel_devices is None else len(self.parallel_devices)
+
+    # ---- what the engines differ in --------------------------------------------------------------
+
+    def _forward_training_step(self, *args: Any) -> Any:
+        """The user's `training_step` on one micro-batch, under the precision plugin."""
+        raise NotImplementedError
+
+    def profile_context(self) -> AbstractContextManager[Any]:
+        """Context in which a training step is measured: the precision that is not in the model."""
+        return self.precision_plugin.train_step_context()
+
+    def _backward_kwargs(self) -> dict[str, Any]:
+        """Keyword arguments of the engine's backward pass."""
+        return {}
+
+    def _gradient(self, parameter: torch.nn.Parameter) -> Tensor | None:
+        """What has accumulated for a parameter and is not reduced yet."""
+        return parameter.grad
+
+    def _reduce_gradients(self) -> None:
+        """Reduce the accumulated gradients of all ranks, or ready them for the engine's step."""
+        raise NotImplementedError
+
+    def fixed_bytes(self, pl_module: L.LightningModule) -> int:
+        """Bytes per rank that stay: parameters, gradients, optimizer state, buffers."""
+        raise NotImplementedError
+
+    # ---- what the runner asks for (`StepHost`) ---------------------------------------------------
+
+    def backward_micro_batch(self, loss: Tensor) -> None:
+        """Backward pass of one weighted loss, with the hooks that Lightning runs around it."""
+        with self._profiled("[DCP]micro_batch_backward"):
+            super().backward(loss, self._optimizer_in_backward, **self._backward_kwargs())
+
+    def move_micro_batch(self, batch: Any) -> Any:
+        """Move one micro-batch to this rank's device."""
+        assert self.lightning_module is not None
+        return compat.move_micro_batch(
+            super().batch_to_device, self.lightning_module, batch, self.root_device
+        )
+
+    def sum_over_ranks(self, value: float) -> float:
+        """Sum of one number over all ranks; a collective."""
+        total = torch.tensor(value, dtype=torch.float64, device=self.root_device)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return float(total)
+
+    def _profiled(self, action: str) -> AbstractContextManager[Any]:
+        """Lightning's profiler times what runs under this, as `action`."""
+        assert self.lightning_module is not None
+        # Lightning sets the attribute outside of the class that its stubs describe.
+        profiler: Profiler = self.lightning_module.trainer.profiler  # type: ignore[attr-defined]
+        return profiler.profile(action)
+
+    def _allocated_bytes(self) -> int | None:
+        """Bytes that tensors take on the device; None on a CPU, where nobody counts them."""
+        if self.root_device.type != "cuda":
+            return None
+        return torch.cuda.memory_allocated(self.root_device)
