@@ -233,7 +233,7 @@ def lengths_of(shape: str, n: int) -> np.ndarray:
 def test_each_tenth_of_an_epoch_has_the_length_mix_of_the_whole(
     shape: str, policy: str, world_size: int, batch_size: int
 ) -> None:
-    lengths = lengths_of(shape, 10_000)
+    lengths = lengths_of(shape, 20_000)
     planner = planner_for(lengths, world_size, policy=policy, batch_size=batch_size, seed=2)
     assert planner.elastic
     epoch = planner.epoch(0)
