@@ -33,33 +33,19 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import Metric
 
-_REDUCTIONS = ("mean", "sum", "max", "min")
-#: What Lightning takes as `reduce_fx` besides these names.
-_REDUCTION_OF_FUNCTION: dict[Any, str] = {
-    torch.mean: "mean",
-    torch.sum: "sum",
-    sum: "sum",
-    torch.max: "max",
-    max: "max",
-    torch.min: "min",
-    min: "min",
-}
+from lightning_dcp.strategies.logged import (
+    Contribution,
+    LogExchange,
+    LogKey,
+    combine,
+    key_of,
+    reduction_of,
+)
+
+#: Reductions that divide by the weight; of a metric object, the value of a step.
+_MEANS = ("mean", "metric")
 #: Hooks that each rank runs once an iteration, between its first forward and its first backward.
 _BETWEEN_FORWARD_AND_BACKWARD = frozenset({"on_before_zero_grad", "optimizer_zero_grad"})
-
-
-@dataclass(frozen=True)
-class LogKey:
-    """One `self.log` name with all that Lightning needs to file it; picklable."""
-
-    fx: str
-    name: str
-    reduce: str  # one of _REDUCTIONS, or "metric" for a torchmetrics object
-    prog_bar: bool
-    logger: bool
-    on_step: bool
-    on_epoch: bool
-    metric_attribute: str | None = None
 
 
 @dataclass
@@ -97,11 +83,7 @@ class IterationLogs:
         self._file_value = file_value
         self._file_metric = file_metric
         self._find_metric = find_metric
-        self._exchange = exchange
-        self._gather_objects = gather_objects
-        self._device = device
-        #: Keys in the order agreed by all ranks; only grows.
-        self._agreed: list[LogKey] = []
+        self._ranks = LogExchange(exchange, gather_objects, device)
         self._values: dict[LogKey, list[_Entry]] = {}
         self._metrics: set[LogKey] = set()
         self._inside = False
@@ -168,7 +150,8 @@ class IterationLogs:
 
     def add(self, fx: str, name: str, value: Tensor, meta: dict[str, Any]) -> None:
         """Collect one value; the arguments are those of `take`."""
-        self._add(_key(fx, name, meta), value, meta.get("batch_size"))
+        reduce = reduction_of(name, meta, "micro-batches and ranks")
+        self._add(key_of(fx, name, meta, reduce), value, meta.get("batch_size"))
 
     def add_metric(self, fx: str, name: str, metric: Metric, meta: dict[str, Any]) -> None:
         """Note that a metric object is logged; the arguments are those of `take`.
@@ -176,7 +159,8 @@ class IterationLogs:
         Raises:
             MisconfigurationException: The metric is not a part of the module.
         """
-        key = _key(fx, name, meta, is_metric=True)
+        attribute = meta.get("metric_attribute")
+        key = key_of(fx, name, meta, "metric", metric_attribute=attribute)
         try:
             found = self._find_metric(key.metric_attribute or "")
         except AttributeError:
@@ -201,7 +185,7 @@ class IterationLogs:
         if batch_size is not None:
             weight = float(batch_size)
         entry = _Entry(
-            value=value.detach().to(device=self._device, dtype=torch.float64).mean(),
+            value=self._ranks.as_number(value),
             share=share,
             weight=None if weight is None else weight * share,
             wide=value.dtype is torch.float64,
@@ -219,19 +203,16 @@ class IterationLogs:
         Returns:
             (W, E): `extra` of every rank.
         """
-        rows = self._exchange(self._message(extra))
-        if bool((rows[:, 0] > 0).any()):
-            new = {key for theirs in self._gather_objects(self._unknown()) for key in theirs}
-            self._agreed += sorted(new, key=repr)  # any order, if it is the same on all ranks
-            rows = self._exchange(self._message(extra))
-        logged = rows[:, 1 + extra.numel() :].reshape(len(rows), 3, len(self._agreed))
-        # By hook: Lightning forgets the former epoch's values where the hook changes.
-        for i, key in sorted(enumerate(self._agreed), key=lambda item: item[1].fx):
-            values, weights, flags = logged[:, :, i].unbind(1)
+        extras, logged = self._ranks.gather(
+            [*self._values, *self._metrics], self._contribution, extra
+        )
+        for key, values, weights, flags in logged:
             total, flagged = float(weights.sum()), bool((flags > 0).any())
             value = None
             if total > 0.0:  # else nobody logged it in this iteration
-                value = _combine(key.reduce, values, weights)
+                value = combine(key.reduce, values)
+                if key.reduce in _MEANS:
+                    value = value / weights.sum()
                 if key.reduce == "metric" or not flagged:
                     value = value.to(torch.get_default_dtype())
             if key.reduce != "metric":
@@ -240,7 +221,7 @@ class IterationLogs:
             elif flagged:
                 self._file_metric(key, value)
         self.discard()
-        return rows[:, 1 : 1 + extra.numel()]
+        return extras
 
     def discard(self) -> None:
         """Forget what was collected."""
@@ -249,58 +230,19 @@ class IterationLogs:
         self._unsettled.clear()
         self._inside = False
 
-    def _unknown(self) -> list[LogKey]:
-        known = set(self._agreed)
-        return [key for key in [*self._values, *self._metrics] if key not in known]
-
-    def _message(self, extra: Tensor) -> Tensor:
-        """(1 + E + 3 K,): are there keys unknown to others; extra; of each key value, weight, flag.
+    def _contribution(self, key: LogKey) -> Contribution:
+        """This rank's.
 
         The flag of a value says that it was logged in float64, that of a metric object that it was
         logged at all.
         """
-        values, weights, flags = [], [], []
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        for key in self._agreed:
-            entries = self._values.get(key, [])
-            values.append(zero + _local(key.reduce, entries))
-            mean = key.reduce in ("mean", "metric")
-            weights.append(float(sum(_weight(e) if mean else e.share for e in entries)))
-            is_metric = key.reduce == "metric"
-            flags.append(float(key in self._metrics if is_metric else any(e.wide for e in entries)))
-        return torch.cat(
-            [
-                zero.new_tensor([float(bool(self._unknown()))]),
-                extra.to(zero),
-                torch.stack(values) if values else zero.new_empty(0),
-                zero.new_tensor(weights + flags),
-            ]
+        entries = self._values.get(key, [])
+        mean, is_metric = key.reduce in _MEANS, key.reduce == "metric"
+        return Contribution(
+            value=_local(key.reduce, entries),
+            weight=float(sum(_weight(e) if mean else e.share for e in entries)),
+            flag=float(key in self._metrics if is_metric else any(e.wide for e in entries)),
         )
-
-
-def _key(fx: str, name: str, meta: dict[str, Any], *, is_metric: bool = False) -> LogKey:
-    given = meta.get("reduce_fx", "mean")
-    if isinstance(given, str):
-        reduce = {"avg": "mean"}.get(given.lower(), given.lower())
-    else:
-        # By identity, as Lightning does: another library's `mean` is another function.
-        reduce = next((name for fn, name in _REDUCTION_OF_FUNCTION.items() if fn is given), "")
-    if not is_metric and reduce not in _REDUCTIONS:
-        raise MisconfigurationException(
-            f"self.log({name!r}, reduce_fx={meta['reduce_fx']!r}): only {', '.join(_REDUCTIONS)}"
-            " can be reduced over micro-batches and ranks. For another reduction log a"
-            " torchmetrics.Metric."
-        )
-    return LogKey(
-        fx=fx,
-        name=name,
-        reduce="metric" if is_metric else reduce,
-        prog_bar=meta.get("prog_bar", False),
-        logger=meta.get("logger", True),
-        on_step=meta.get("on_step", False),
-        on_epoch=meta.get("on_epoch", True),
-        metric_attribute=meta.get("metric_attribute"),
-    )
 
 
 def _weight(entry: _Entry) -> float:
@@ -310,7 +252,7 @@ def _weight(entry: _Entry) -> float:
 
 def _local(reduce: str, entries: Sequence[_Entry]) -> Tensor | float:
     """This rank's contribution of one key."""
-    if reduce in ("mean", "metric"):
+    if reduce in _MEANS:
         # Weight zero must not let a NaN through: 0 * NaN is NaN.
         return sum((e.value * _weight(e) for e in entries if _weight(e) > 0.0), torch.tensor(0.0))
     if reduce == "sum":
@@ -319,12 +261,3 @@ def _local(reduce: str, entries: Sequence[_Entry]) -> Tensor | float:
         return float("-inf") if reduce == "max" else float("inf")
     stacked = torch.stack([e.value for e in entries])
     return stacked.max() if reduce == "max" else stacked.min()
-
-
-def _combine(reduce: str, values: Tensor, weights: Tensor) -> Tensor:
-    """() from the (W,) contributions of all ranks."""
-    if reduce in ("mean", "metric"):
-        return values.sum() / weights.sum()
-    if reduce == "sum":
-        return values.sum()
-    return values.max() if reduce == "max" else values.min()

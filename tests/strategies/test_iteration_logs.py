@@ -13,7 +13,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 
-from lightning_dcp.strategies.iteration_logs import IterationLogs, LogKey
+from lightning_dcp.strategies.iteration_logs import IterationLogs
+from lightning_dcp.strategies.logged import LogKey
 
 
 class ThreadRanks:

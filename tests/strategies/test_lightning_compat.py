@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_dcp.data.batch import IterationBatch
 from lightning_dcp.strategies._lightning_compat import training as compat
 from lightning_dcp.strategies._lightning_compat.decisions import AgreedDecisions
-from lightning_dcp.strategies.iteration_logs import LogKey
+from lightning_dcp.strategies.logged import LogKey
 from tests.strategies.toys import ToyLM
 
 

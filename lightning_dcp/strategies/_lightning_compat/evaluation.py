@@ -51,7 +51,7 @@ from lightning_dcp.strategies._lightning_compat.training import IterationResults
 if TYPE_CHECKING:
     import lightning as L
 
-    from lightning_dcp.strategies.evaluation.logs import EvaluationKey
+    from lightning_dcp.strategies.logged import LogKey
 
 _MISSING = object()
 _STEP_NAMES = {
@@ -208,7 +208,7 @@ class EvaluationPatches:
             for values, length in zip(lists, lengths, strict=True):
                 del values[length:]
 
-    def file_value(self, key: EvaluationKey, value: Tensor, weight: float) -> None:
+    def file_value(self, key: LogKey, value: Tensor, weight: float) -> None:
         """Give Lightning one value that is already reduced over ranks."""
         connector = self._trainer._logger_connector
         if connector.should_reset_tensors(key.fx):

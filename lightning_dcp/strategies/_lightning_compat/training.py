@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     import lightning as L
     from torch.optim import Optimizer
 
-    from lightning_dcp.strategies.iteration_logs import LogKey
+    from lightning_dcp.strategies.logged import LogKey
 
 LogCall = Callable[..., None]
 
