@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_dcp.planning.options import PlanningOptions
 from lightning_dcp.profiling.options import ProfilingOptions
 from lightning_dcp.strategies.checkpointing.files import with_frozen_parameters
-from lightning_dcp.strategies.gradients import forward_replaced, zero_for
+from lightning_dcp.strategies.gradients import forward_replaced, num_bytes, zero_for
 from lightning_dcp.strategies.iteration import LossAverage
 from lightning_dcp.strategies.mixin import DCPStrategyMixin
 from lightning_dcp.strategies.settings import DCPSettings
@@ -180,12 +180,8 @@ class DCPDDPStrategy(DCPStrategyMixin, DDPStrategy):
 
     @override
     def fixed_bytes(self, pl_module: L.LightningModule) -> int:
-        trainable = sum(
-            p.numel() * p.element_size() for p in pl_module.parameters() if p.requires_grad
-        )
-        frozen = sum(
-            p.numel() * p.element_size() for p in pl_module.parameters() if not p.requires_grad
-        )
-        buffers = sum(b.numel() * b.element_size() for b in pl_module.buffers())
+        trainable = num_bytes(p for p in pl_module.parameters() if p.requires_grad)
+        frozen = num_bytes(p for p in pl_module.parameters() if not p.requires_grad)
+        buffers = num_bytes(pl_module.buffers())
         # Parameters, gradients, DDP's buckets, and two moments as Adam keeps them.
         return 5 * trainable + frozen + buffers

@@ -29,7 +29,7 @@ from lightning_dcp.strategies.checks import (
     one_optimizer,
 )
 from lightning_dcp.strategies.extension_lock import wait_for_build_lock
-from lightning_dcp.strategies.gradients import zero_for
+from lightning_dcp.strategies.gradients import num_bytes, zero_for
 from lightning_dcp.strategies.iteration import LossAverage
 from lightning_dcp.strategies.mixin import DCPStrategyMixin
 from lightning_dcp.strategies.settings import DCPSettings
@@ -251,9 +251,9 @@ class DCPStrategy(DCPStrategyMixin, PlainZeroCheckpoints):
     def fixed_bytes(self, pl_module: L.LightningModule) -> int:
         parameters = list(pl_module.parameters())
         trainable = sum(p.numel() for p in parameters if p.requires_grad)
-        stored = sum(p.numel() * p.element_size() for p in parameters)
-        gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-        buffers = sum(b.numel() * b.element_size() for b in pl_module.buffers())
+        stored = num_bytes(parameters)
+        gradients = num_bytes(p for p in parameters if p.requires_grad)
+        buffers = num_bytes(pl_module.buffers())
         # This rank's shard: float32 master weights and two moments as Adam keeps them.
         shard = 3 * 4 * trainable // self.world_size
         return stored + 2 * gradients + shard + buffers

@@ -16,7 +16,9 @@ from lightning_dcp.parallel.blocks import find_blocks
 from lightning_dcp.planning.options import PlanningOptions
 from lightning_dcp.profiling.options import ProfilingOptions
 from lightning_dcp.strategies._lightning_compat import model_parallel as compat
+from lightning_dcp.strategies.checkpointing.files import kind_of
 from lightning_dcp.strategies.checkpointing.sharded import PlainShardedCheckpoints
+from lightning_dcp.strategies.gradients import num_bytes
 from lightning_dcp.strategies.iteration import LossAverage
 from lightning_dcp.strategies.mixin import DCPStrategyMixin
 from lightning_dcp.strategies.settings import DCPSettings
@@ -139,6 +141,10 @@ class DCPFSDPStrategy(DCPStrategyMixin, PlainShardedCheckpoints):
             return ()
 
     @override
+    def _same_on_all_ranks(self, pl_module: L.LightningModule) -> None:
+        pass  # shards were cut from rank 0's parameters, and buffers sent with them
+
+    @override
     def _setup_dcp(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # SP groups measure different things at once: nothing may have to be gathered there.
         with self.whole_parameters():
@@ -150,8 +156,7 @@ class DCPFSDPStrategy(DCPStrategyMixin, PlainShardedCheckpoints):
         if allocated is None:
             return None
         assert self.lightning_module is not None
-        whole = sum(p.numel() * p.element_size() for p in self.lightning_module.parameters())
-        return allocated + whole
+        return allocated + num_bytes(self.lightning_module.parameters())
 
     @override
     def teardown(self) -> None:
@@ -163,6 +168,17 @@ class DCPFSDPStrategy(DCPStrategyMixin, PlainShardedCheckpoints):
     @override
     def whole_parameters(self) -> AbstractContextManager[None]:
         return nullcontext() if self._sharded is None else self._sharded.whole()
+
+    @override
+    def _read_checkpoint(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        if kind_of(path) == "zero":
+            raise MisconfigurationException(
+                f"{str(path)!r} is a folder that DeepSpeed wrote, which"
+                f" strategy='{self.strategy_name}' cannot read. Load it with strategy='dcp' and"
+                " save it again (save_distributed_checkpoint=False): every strategy reads that."
+            )
+        # Straight into the shards, so that no rank needs all of it.
+        return PlainShardedCheckpoints.load_checkpoint(self, path, weights_only)
 
     # ---- the engine's part of an iteration -------------------------------------------------------
 
@@ -212,26 +228,9 @@ class DCPFSDPStrategy(DCPStrategyMixin, PlainShardedCheckpoints):
     @override
     def fixed_bytes(self, pl_module: L.LightningModule) -> int:
         parameters = list(pl_module.parameters())
-        stored = sum(p.numel() * p.element_size() for p in parameters)
-        gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-        buffers = sum(b.numel() * b.element_size() for b in pl_module.buffers())
+        stored = num_bytes(parameters)
+        gradients = num_bytes(p for p in parameters if p.requires_grad)
+        buffers = num_bytes(pl_module.buffers())
         # Of both this rank's shard beside what is whole, and two moments as Adam keeps them.
         shard = -(-(stored + 3 * gradients) // self.world_size)
         return stored + gradients + shard + buffers
-
-    # ---- evaluation: one gathering per Trainer batch, of which all ranks run as many -------------
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.whole_parameters():
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.whole_parameters():
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.whole_parameters():
-            return super().predict_step(*args, **kwargs)

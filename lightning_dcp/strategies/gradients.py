@@ -65,6 +65,11 @@ def forward_replaced(
             attributes["forward"] = shadowed
 
 
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of all elements; of a sharded tensor those of the whole."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
 def scale(gradients: Iterable[Tensor | None], factor: float) -> None:
     """Multiply those of `gradients` that exist by `factor`, in place."""
     existing = [g for g in gradients if g is not None]

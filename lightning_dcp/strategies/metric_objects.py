@@ -8,10 +8,15 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
+
+
+def metrics_of(module: nn.Module) -> list[Metric]:
+    """The metric objects inside a module."""
+    return [each for each in module.modules() if isinstance(each, Metric)]
 
 
 @contextmanager

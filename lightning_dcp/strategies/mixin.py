@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_dcp.data.batch import IterationBatch
@@ -61,7 +60,7 @@ from lightning_dcp.strategies.evaluation.run import (
 from lightning_dcp.strategies.gradients import scale
 from lightning_dcp.strategies.iteration import IterationRunner
 from lightning_dcp.strategies.iteration_logs import IterationLogs
-from lightning_dcp.strategies.metric_objects import unequal_lists_gathered
+from lightning_dcp.strategies.metric_objects import metrics_of, unequal_lists_gathered
 from lightning_dcp.strategies.preparation import Preparation, TrainPreparer
 
 if TYPE_CHECKING:
@@ -162,12 +161,7 @@ class DCPStrategyMixin(Engine):
     def _setup_evaluation(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let batches of validation, testing and prediction follow plans too."""
         if self._topology is None:  # no training in this run
-            self._topology = Topology(
-                self.world_size,
-                self.global_rank,
-                device_type=self.root_device.type,
-                timeout=self._timeout,
-            )
+            self._topology = self._make_topology()
             self._runtime = evaluation_runtime(
                 pl_module, self.settings, self._topology, self.root_device
             )
@@ -180,9 +174,20 @@ class DCPStrategyMixin(Engine):
             self._topology,
             fixed_evaluation_bytes(pl_module, self._allocated_bytes()) if fixed is None else fixed,
         )
-        if self._throughput is None:
-            self._throughput = IterationThroughput(trainer)
+        self._throughput = IterationThroughput(trainer)
         self._throughput.whole_over_own = lambda: evaluation.whole_over_own
+
+    def _make_topology(self) -> Topology:
+        return Topology(
+            self.world_size,
+            self.global_rank,
+            device_type=self.root_device.type,
+            timeout=self._timeout,
+        )
+
+    def _same_on_all_ranks(self, pl_module: L.LightningModule) -> None:
+        """As DDP would do later: profiling compares losses between ranks. A collective."""
+        same_tensors_on_all_ranks([*pl_module.parameters(), *pl_module.buffers()])
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
@@ -195,12 +200,7 @@ class DCPStrategyMixin(Engine):
         stack = collectively(
             "Finding the model's blocks", lambda: find_blocks(pl_module, self.settings.blocks)
         )
-        self._topology = Topology(
-            self.world_size,
-            self.global_rank,
-            device_type=self.root_device.type,
-            timeout=self._timeout,
-        )
+        self._topology = self._make_topology()
         self._topology.create_groups()
         self._runtime = BlockRuntime(
             stack,
@@ -209,8 +209,7 @@ class DCPStrategyMixin(Engine):
             device=self.root_device,
         )
         self._runtime.attach()
-        # As DDP would do later: profiling compares losses between ranks.
-        same_tensors_on_all_ranks([*pl_module.parameters(), *pl_module.buffers()])
+        self._same_on_all_ranks(pl_module)
         preparer = TrainPreparer(self, trainer, pl_module, self._runtime, self._topology)
         self._preparer = preparer
 
@@ -239,7 +238,6 @@ class DCPStrategyMixin(Engine):
             device=self.root_device,
         )
         results.collector = self._logs.take
-        self._throughput = IterationThroughput(trainer)
         self._decisions = AgreedDecisions(trainer, self.sum_over_ranks)
         fixed = preparer.fixed_bytes
         self._runner = IterationRunner(
@@ -248,7 +246,7 @@ class DCPStrategyMixin(Engine):
             runtime=self._runtime,
             topology=self._topology,
             logs=self._logs,
-            find_metrics=lambda: [m for m in pl_module.modules() if isinstance(m, Metric)],
+            find_metrics=partial(metrics_of, pl_module),
             loss_average=self.settings.loss_average,
             ignore_index=self.settings.ignore_index,
             backend_averages=self.world_size,

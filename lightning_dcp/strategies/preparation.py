@@ -28,6 +28,7 @@ from lightning_dcp.strategies.agreement import (
     gather_objects,
 )
 from lightning_dcp.strategies.checks import check_memory_limit
+from lightning_dcp.strategies.gradients import num_bytes
 from lightning_dcp.strategies.measuring import CostMeasurer, PreparingStrategy
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ if TYPE_CHECKING:
 #: Share of the device's memory that plans may use where the user sets no limit: the rest is for the
 #: allocator's fragmentation, communication buffers and the libraries.
 _USABLE_SHARE = 0.9
+#: What to do where ranks disagree on their data.
+SAME_DATA = (
+    "Every rank must build the same data set in the same order, with the same options: look for"
+    " shuffling or filtering without a fixed seed, for files only some nodes have, and for"
+    " arguments that depend on the rank."
+)
 
 
 @dataclass(frozen=True)
@@ -96,18 +103,10 @@ class TrainPreparer:
         check_same_on_all_ranks(
             "the training plan",
             {
-                "number of samples": str(len(lengths)),
-                "sequence lengths": hashlib.sha256(
-                    np.ascontiguousarray(lengths).tobytes()
-                ).hexdigest()[:12],
-                "batch_size": str(spec.batch_size),
+                **what_is_planned(self._strategy, lengths, spec.batch_size),
                 "shuffle": str(spec.shuffle),
-                "seed": str(self._strategy.seed),
-                "planning options": planning.fingerprint()[:12],
             },
-            "Every rank must build the same data set in the same order, with the same options: look"
-            " for shuffling or filtering without a fixed seed, for files only some nodes have, and"
-            " for arguments that depend on the rank.",
+            SAME_DATA,
         )
         limit = memory_limit(self._strategy)
         check_memory_limit(limit, self.fixed_bytes)
@@ -172,9 +171,7 @@ class TrainPreparer:
             Whether more is taken than was assumed, so that the train loader has to be planned
             again. The same on all ranks.
         """
-        gradients = sum(
-            p.numel() * p.element_size() for p in self._pl_module.parameters() if p.requires_grad
-        )
+        gradients = num_bytes(p for p in self._pl_module.parameters() if p.requires_grad)
         measured = 0 if allocated_bytes is None else allocated_bytes + gradients
         largest = max(gather_objects(measured))
         if self._profile is None or largest <= self.fixed_bytes:
@@ -196,6 +193,21 @@ class TrainPreparer:
         return spec, resolve_lengths(
             spec.dataset, datamodule=self._datamodule, show_progress=self._topology.rank == 0
         )
+
+
+def what_is_planned(
+    strategy: PreparingStrategy, lengths: npt.NDArray[np.int64], batch_size: int
+) -> dict[str, str]:
+    """For comparison between ranks, before they plan."""
+    return {
+        "number of samples": str(len(lengths)),
+        "sequence lengths": hashlib.sha256(np.ascontiguousarray(lengths).tobytes()).hexdigest()[
+            :12
+        ],
+        "batch_size": str(batch_size),
+        "seed": str(strategy.seed),
+        "planning options": strategy.settings.planning.fingerprint()[:12],
+    }
 
 
 def memory_limit(strategy: PreparingStrategy) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.spike import TrainingSpikeException
 from lightning.pytorch.callbacks import (
     BasePredictionWriter,
@@ -54,13 +53,6 @@ from tests.strategies.compat_tools import (
     same_weights,
     weights,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_group() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def callback(trainer: L.Trainer, cls: type) -> Any:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import Tensor
 from torch.optim import SGD
@@ -27,14 +25,6 @@ from tests.strategies.compat_tools import (
     same_weights,
     weights,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_group() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
 
 # ---- optimization --------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,14 +47,6 @@ from tests.strategies.compat_tools import (
     rows,
     strategy,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_group() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
 
 _SEEN = {"validated_at", "sanity_batches", "evaluated", "grad_enabled", "inference"}
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
@@ -59,11 +58,6 @@ class PlannedCheckpoints(GuardedCollectives):
         state = self._plan_state()
         if state is not None:
             checkpoint[KEY] = state.to_plain()
-        self._write_checkpoint(checkpoint, filepath, storage_options)
-
-    def _write_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None
-    ) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _plan_state(self) -> PlanState | None:
@@ -105,21 +99,13 @@ class PlannedCheckpoints(GuardedCollectives):
         return checkpoint
 
     def _read_checkpoint(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        """A checkpoint of any kind that `checkpoint_files` knows, as a file's content."""
+        """A checkpoint of any kind that `files` knows, as a file's content."""
         kind = kind_of(path)
-        if isinstance(self, ModelParallelStrategy):
-            if kind == "zero":
-                raise MisconfigurationException(
-                    f"{str(path)!r} is a folder that DeepSpeed wrote, which"
-                    f" strategy='{self.strategy_name}' cannot read. Load it with strategy='dcp' and"
-                    " save it again (save_distributed_checkpoint=False): every strategy reads that."
-                )
-            return self._read_file(path, weights_only)
         if kind == "zero":
             return read_zero_folder(Path(path), weights_only)
         if kind == "torch":
             return read_torch_folder(Path(path), weights_only)
-        checkpoint = self._read_file(path, weights_only)
+        checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only)
         if "state_dict" not in checkpoint:
             raise MisconfigurationException(
                 f"{str(path)!r} is not a Lightning checkpoint: it has no entry 'state_dict'. To"
@@ -127,10 +113,6 @@ class PlannedCheckpoints(GuardedCollectives):
                 " ckpt_path."
             )
         return checkpoint
-
-    def _read_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        loaded: dict[str, Any] = super().load_checkpoint(path, weights_only)
-        return loaded
 
     @override
     def on_train_start(self) -> None:

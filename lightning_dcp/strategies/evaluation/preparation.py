@@ -11,7 +11,6 @@ rank only is agreed on before the next collective.
 
 from __future__ import annotations
 
-import hashlib
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,7 @@ from lightning_dcp.strategies.agreement import (
     gather_objects,
 )
 from lightning_dcp.strategies.evaluation.measuring import EvaluatingStrategy, EvaluationMeasurer
-from lightning_dcp.strategies.preparation import memory_limit
+from lightning_dcp.strategies.preparation import SAME_DATA, memory_limit, what_is_planned
 
 if TYPE_CHECKING:
     import lightning as L
@@ -39,11 +38,6 @@ if TYPE_CHECKING:
     from lightning_dcp.parallel.runtime import BlockRuntime
     from lightning_dcp.parallel.topology import Topology
 
-_SAME_DATA = (
-    "Every rank must build the same data set in the same order, with the same options: look for"
-    " shuffling or filtering without a fixed seed, for files only some nodes have, and for"
-    " arguments that depend on the rank."
-)
 #: First number of the keys of random numbers, so that no training step has the same.
 _RNG_STAGE = 0x4556414C
 
@@ -81,8 +75,8 @@ class EvaluationPreparer:
 
     def prepare(
         self, dataloader: Any, index: int, num_loaders: int, mode: str | None
-    ) -> tuple[DataLoader[Any], EvaluationPlanner] | None:
-        """A loader that follows a plan, and the plan; None to leave it to Lightning.
+    ) -> DataLoader[Any] | None:
+        """A loader that follows a plan; None to leave it to Lightning.
 
         Args:
             dataloader: the user's.
@@ -107,16 +101,8 @@ class EvaluationPreparer:
         batch_size: int = dataloader.batch_sampler.batch_size
         check_same_on_all_ranks(
             "the evaluation plan",
-            {
-                "number of samples": str(len(lengths)),
-                "sequence lengths": hashlib.sha256(
-                    np.ascontiguousarray(lengths).tobytes()
-                ).hexdigest()[:12],
-                "batch_size": str(batch_size),
-                "seed": str(self._strategy.seed),
-                "planning options": planning.fingerprint()[:12],
-            },
-            _SAME_DATA,
+            what_is_planned(self._strategy, lengths, batch_size),
+            SAME_DATA,
         )
         limit = memory_limit(self._strategy)
         memory = None
@@ -146,7 +132,7 @@ class EvaluationPreparer:
 
     def _follow(
         self, dataloader: DataLoader[Any], planner: EvaluationPlanner, index: int, lengths: IntArray
-    ) -> tuple[DataLoader[Any], EvaluationPlanner] | None:
+    ) -> DataLoader[Any] | None:
         loader, reason = None, None
         try:
             loader = build_evaluation_loader(
@@ -166,7 +152,7 @@ class EvaluationPreparer:
         if getattr(dataloader.batch_sampler, "drop_last", False):
             self._tell("`drop_last=True` has no effect: every sample is evaluated exactly once.")
         _tell_of_too_long(planner, lengths)
-        return loader, planner
+        return loader
 
     # ---- what can be planned ---------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, overload
 
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
-from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_dcp.data.evaluation_loader import EvaluationSampler
@@ -33,7 +32,8 @@ from lightning_dcp.strategies.agreement import gather_objects, gather_rows
 from lightning_dcp.strategies.evaluation.logs import EvaluationLogs
 from lightning_dcp.strategies.evaluation.measuring import EvaluatingStrategy
 from lightning_dcp.strategies.evaluation.preparation import EvaluationPreparer
-from lightning_dcp.strategies.metric_objects import counted_by_another_rank
+from lightning_dcp.strategies.gradients import num_bytes
+from lightning_dcp.strategies.metric_objects import counted_by_another_rank, metrics_of
 
 if TYPE_CHECKING:
     import lightning as L
@@ -59,8 +59,7 @@ def evaluation_runtime(
 
 def fixed_evaluation_bytes(pl_module: L.LightningModule, allocated_bytes: int | None) -> int:
     """For a run without training: what stays on a rank, the most of all; a collective."""
-    tensors = [*pl_module.parameters(), *pl_module.buffers()]
-    stored = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    stored = num_bytes([*pl_module.parameters(), *pl_module.buffers()])
     return max(gather_objects(max(stored, allocated_bytes or 0)))
 
 
@@ -155,11 +154,10 @@ class Evaluation:
 
     def _prepare(self, dataloader: DataLoader[Any]) -> DataLoader[Any] | None:
         index = len(self._samplers)
-        prepared = self._preparer.prepare(dataloader, index, self._num_loaders, self._mode)
-        if prepared is None:
+        loader = self._preparer.prepare(dataloader, index, self._num_loaders, self._mode)
+        if loader is None:
             self._samplers.append(None)
             return None
-        loader = prepared[0]
         assert isinstance(loader.sampler, EvaluationSampler)
         self._samplers.append(loader.sampler)
         self._predicted[index] = []
@@ -190,8 +188,7 @@ class Evaluation:
             self.whole_over_own = everyone.plan.num_samples / share.micro_batch.batch_size
             self._logs.start(weight=self._weight(share, batch), counts=share.counts)
             if not share.counts:
-                metrics = [m for m in self._pl_module.modules() if isinstance(m, Metric)]
-                stack.enter_context(counted_by_another_rank(metrics))
+                stack.enter_context(counted_by_another_rank(metrics_of(self._pl_module)))
                 if self._predicts:
                     stack.enter_context(self._patches.prediction_not_kept(dataloader_idx))
             elif self._predicts:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -35,31 +36,28 @@ class PlannedEvaluation(PlannedCheckpoints):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluation_step_begins(*args)
-        output = super().validation_step(*args, **kwargs)
-        self._evaluation_step_done()
-        return output
+        with self._planned_step(*args):
+            return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluation_step_begins(*args)
-        output = super().test_step(*args, **kwargs)
-        self._evaluation_step_done()
-        return output
+        with self._planned_step(*args):
+            return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().predict_step(*args, **kwargs)
-        self._evaluation_step_done()
-        return output
+        with self._planned_step(*args):
+            return super().predict_step(*args, **kwargs)
 
-    def _evaluation_step_begins(self, batch: Any, *_: Any) -> None:
+    @contextmanager
+    def _planned_step(self, batch: Any, *_: Any) -> Iterator[None]:
+        """Around a step of the user's; all ranks run as many, so parameters are gathered for it."""
         if self._evaluation is not None:
             self._evaluation.moved(batch)
-
-    def _evaluation_step_done(self) -> None:
-        if self._evaluation is not None:
-            self._evaluation.step_done()
+        with self.whole_parameters():
+            yield
+            if self._evaluation is not None:
+                self._evaluation.step_done()
 
     def _end_evaluation(self) -> None:
         if self._evaluation is not None:
