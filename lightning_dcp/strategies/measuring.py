@@ -237,7 +237,8 @@ class CostMeasurer:
     def _step(self, batch: Any) -> Tensor:
         """The user's training step on a batch that is on the device; its loss."""
         with self._strategy.profile_context():
-            output = self._pl_module.training_step(*compat.step_arguments(self._pl_module, batch))
+            arguments = compat.step_arguments(self._pl_module, "training_step", batch)
+            output = self._pl_module.training_step(*arguments)
         loss = output["loss"] if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise TypeError(

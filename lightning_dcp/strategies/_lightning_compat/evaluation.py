@@ -18,15 +18,11 @@ private name                              why
                                           Trainer batch and reduces them once
 ``_logger_connector.on_batch_end``        called after the last hook of a batch and before what
                                           was logged in it is read
-``_logger_connector._current_fx``,
-``should_reset_tensors``                  to reset values of the former epoch, as `self.log` does
 ``predict_loop._get_batch_indices``       finds indices in a batch sampler only; a planned loader
                                           has none
 ``predict_loop._predictions``,
 ``epoch_batch_indices``                   a rank that repeats a micro-batch must not return it
 ``predict_loop._on_predict_epoch_end``    returns the predictions: those of all ranks, in order
-``LightningModule.
-_on_before_batch_transfer``               the user's transfer hooks, for steps that measure
 ``trainer._accelerator_connector.
 use_distributed_sampler``                 whether the user has taken the division of data over
                                           ranks into their own hands
@@ -46,7 +42,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dcp.data.evaluation_loader import original_loader
-from lightning_dcp.strategies._lightning_compat.training import IterationResults
+from lightning_dcp.strategies._lightning_compat.training import (
+    IterationResults,
+    file_reduced_value,
+)
 
 if TYPE_CHECKING:
     import lightning as L
@@ -210,27 +209,7 @@ class EvaluationPatches:
 
     def file_value(self, key: LogKey, value: Tensor, weight: float) -> None:
         """Give Lightning one value that is already reduced over ranks."""
-        connector = self._trainer._logger_connector
-        if connector.should_reset_tensors(key.fx):
-            # A rank that has not logged in this epoch has not reset either.
-            self.results.reset(metrics=False, fx=key.fx)
-        connector._current_fx = key.fx
-        self.results.log(
-            key.fx,
-            key.name,
-            value,
-            prog_bar=key.prog_bar,
-            logger=key.logger,
-            on_step=key.on_step,
-            on_epoch=key.on_epoch,
-            reduce_fx=key.reduce,
-            add_dataloader_idx=key.add_dataloader_idx,
-            # "Synchronised" by the identity: no collective, and no warning that it should be.
-            sync_dist=True,
-            sync_dist_fn=_identity,
-            # Lightning adds integers up exactly.
-            batch_size=int(weight) if weight == int(weight) else weight,
-        )
+        file_reduced_value(self._trainer, self.results, key, value, weight)
 
     def remove(self) -> None:
         """Undo everything. Safe to call twice."""
@@ -260,10 +239,6 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-def _identity(value: Any, *_: Any, **__: Any) -> Any:
-    return value
-
-
 def combined_otherwise(loaders: object) -> str | None:
     """The mode of a CombinedLoader whose batches are made of several loaders' batches."""
     mode = getattr(loaders, "_mode", "sequential")
@@ -273,29 +248,3 @@ def combined_otherwise(loaders: object) -> str | None:
 def takes_iterator(pl_module: L.LightningModule, name: str) -> bool:
     """Whether a step fetches its batches itself."""
     return is_param_in_hook_signature(getattr(pl_module, name), "dataloader_iter", explicit=True)
-
-
-def evaluation_arguments(
-    pl_module: L.LightningModule, name: str, batch: Any, dataloader_idx: int | None
-) -> tuple[Any, ...]:
-    """Arguments for a step of evaluation, as the loops build them.
-
-    Args:
-        pl_module: whose step it is.
-        name: of the step.
-        batch: on the device.
-        dataloader_idx: None where there is one loader.
-    """
-    last = () if dataloader_idx is None else (dataloader_idx,)
-    if is_param_in_hook_signature(getattr(pl_module, name), "batch_idx", min_args=2):
-        return (batch, 0, *last)
-    return (batch, *last)
-
-
-def move_batch(
-    batch_to_device: Callable[..., Any], pl_module: L.LightningModule, batch: Any, index: int
-) -> Any:
-    """One batch through the user's `on_before_batch_transfer`, transfer and after hooks."""
-    batch = pl_module.trainer.precision_plugin.convert_input(batch)
-    batch = type(pl_module)._on_before_batch_transfer(pl_module, batch, dataloader_idx=index)
-    return batch_to_device(batch, dataloader_idx=index)

@@ -233,12 +233,12 @@ def move_micro_batch(
     pl_module: L.LightningModule,
     batch: Any,
     device: torch.device,
+    dataloader_idx: int = 0,
 ) -> Any:
     """One micro-batch through the user's `on_before_batch_transfer`, transfer and after hooks."""
-    trainer = pl_module.trainer
-    batch = trainer.precision_plugin.convert_input(batch)
-    batch = type(pl_module)._on_before_batch_transfer(pl_module, batch, dataloader_idx=0)
-    return strategy_batch_to_device(batch, device=device, dataloader_idx=0)
+    cls, convert = type(pl_module), pl_module.trainer.precision_plugin.convert_input
+    batch = cls._on_before_batch_transfer(pl_module, convert(batch), dataloader_idx=dataloader_idx)
+    return strategy_batch_to_device(batch, device=device, dataloader_idx=dataloader_idx)
 
 
 def has_transfer_hooks(trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
@@ -248,10 +248,20 @@ def has_transfer_hooks(trainer: L.Trainer, pl_module: L.LightningModule) -> bool
     return any(s is not None and is_overridden(hook, s) for s in sources for hook in hooks)
 
 
-def step_arguments(pl_module: L.LightningModule, batch: Any) -> tuple[Any, ...]:
-    """Arguments for `training_step`, which may leave `batch_idx` out."""
-    takes_index = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
-    return (batch, 0) if takes_index else (batch,)
+def step_arguments(
+    pl_module: L.LightningModule, name: str, batch: Any, dataloader_idx: int | None = None
+) -> tuple[Any, ...]:
+    """Arguments for a step, which may leave `batch_idx` out, as Lightning's loops build them.
+
+    Args:
+        pl_module: whose step it is.
+        name: of the step.
+        batch: on the device.
+        dataloader_idx: None where there is one loader.
+    """
+    takes_index = is_param_in_hook_signature(getattr(pl_module, name), "batch_idx", min_args=2)
+    last = () if dataloader_idx is None else (dataloader_idx,)
+    return (batch, 0, *last) if takes_index else (batch, *last)
 
 
 def is_compiled(pl_module: L.LightningModule) -> bool:
@@ -282,6 +292,7 @@ def file_reduced_value(
         on_step=key.on_step,
         on_epoch=key.on_epoch,
         reduce_fx=key.reduce,
+        add_dataloader_idx=key.add_dataloader_idx,
         # "Synchronised" by the identity: no collective, and no warning that it should be.
         sync_dist=True,
         sync_dist_fn=_identity,

@@ -103,23 +103,23 @@ class EvaluationMeasurer:
         """Bytes by SP size, as far as sizes are needed; None where nothing could be measured."""
         spare = limit - self._fixed_bytes
         make = MicroBatchMaker(dataloader.dataset, lengths, dataloader.collate_fn)
-        batch_to_device = self._strategy.batch_to_device
+        batch_to_device, device = self._strategy.batch_to_device, self._strategy.root_device
         step: Callable[..., Any] = getattr(self._strategy, self._step_name)
         place = index if num_loaders > 1 else None
 
         def arguments(batch: Any) -> tuple[Any, ...]:
-            return compat_eval.evaluation_arguments(self._pl_module, self._step_name, batch, place)
+            return compat.step_arguments(self._pl_module, self._step_name, batch, place)
 
         probe = EvaluationProbe(
             step=lambda batch: step(*arguments(batch)),
             plain_step=lambda batch: self._plain_step(*arguments(batch)),
-            make_batch=lambda b, s: compat_eval.move_batch(
-                batch_to_device, self._pl_module, make(b, s), index
+            make_batch=lambda b, s: compat.move_micro_batch(
+                batch_to_device, self._pl_module, make(b, s), device, index
             ),
             module=self._pl_module,
             runtime=self._runtime,
             topology=self._topology,
-            device=self._strategy.root_device,
+            device=device,
             gather=gather_objects,
         )
         known = self._measured.setdefault(
