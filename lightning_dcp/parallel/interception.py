@@ -28,13 +28,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_dcp.parallel import region
-from lightning_dcp.parallel.attention import (
-    attention,
-    check_lengths,
-    is_intercepting,
-    no_interception,
-    query_rows,
-)
+from lightning_dcp.parallel.attention import attention, check_lengths, query_rows
+from lightning_dcp.parallel.interception_switch import is_intercepting, no_interception
 from lightning_dcp.parallel.region import AttentionCall, ShardedPass
 
 __all__ = ["AttentionMode", "UnavailableWeights", "installed"]

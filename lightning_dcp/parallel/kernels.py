@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_dcp.parallel.attention_spec import AttentionSpec
+
 __all__ = ["dot_product_attention", "kernel_name"]
 
 _log = logging.getLogger(__name__)
@@ -43,17 +45,21 @@ def _log_once(name: str) -> None:
 
 
 def dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec | None = None
 ) -> Tensor:
-    """``F.scaled_dot_product_attention``, by flash-attn for unmasked half precision on CUDA."""
-    if query.is_cuda and _fits_flash(query, key, value, attn_mask, is_causal):
+    """Attention over whole sequences: by flash-attn for unmasked half precision on CUDA, or torch.
+
+    Args:
+        query: (..., H, S, D).
+        key: (..., K, C, D).
+        value: (..., K, C, D).
+        spec: default: no mask, no dropout.
+
+    Returns:
+        (..., H, S, D).
+    """
+    spec = spec or AttentionSpec()
+    if query.is_cuda and _fits_flash(query, key, value, spec):
         flash = _flash_attention()
         if flash is not None:
             _log_once("flash-attn")
@@ -61,23 +67,32 @@ def dot_product_attention(
                 query.transpose(1, 2),
                 key.transpose(1, 2),
                 value.transpose(1, 2),
-                dropout_p=dropout_p,
-                softmax_scale=scale,
-                causal=is_causal,
+                dropout_p=spec.dropout_p,
+                softmax_scale=spec.scale,
+                causal=spec.is_causal,
+                softcap=spec.softcap or 0.0,
             )
             return out.transpose(1, 2)
+    if spec.softcap is not None or spec.segments is not None:
+        raise NotImplementedError("softcap and packed samples")
     _log_once("torch's scaled_dot_product_attention")
-    options: dict[str, Any] = {"enable_gqa": True} if enable_gqa else {}
+    options: dict[str, Any] = {"enable_gqa": True} if spec.enable_gqa else {}
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options
+        query,
+        key,
+        value,
+        spec.attn_mask,
+        spec.dropout_p,
+        spec.is_causal,
+        scale=spec.scale,
+        **options,
     )
 
 
-def _fits_flash(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
-) -> bool:
+def _fits_flash(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
     return (
-        attn_mask is None
+        spec.attn_mask is None
+        and spec.segments is None
         and query.dtype in (torch.float16, torch.bfloat16)
         and key.dtype == value.dtype == query.dtype
         and query.dim() == 4
@@ -85,5 +100,5 @@ def _fits_flash(
         and query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
         # for unequal lengths torch aligns the causal mask at the top left, flash-attn at the bottom
         # right
-        and (not is_causal or query.shape[-2] == key.shape[-2])
+        and (not spec.is_causal or query.shape[-2] == key.shape[-2])
     )

@@ -28,7 +28,6 @@ import torch
 
 from lightning_dcp.parallel import rng
 from lightning_dcp.parallel.arguments import BlockArguments, with_hidden
-from lightning_dcp.parallel.attention import heads_reason
 from lightning_dcp.parallel.blocks import BlockStack
 from lightning_dcp.parallel.forwarding import BlockForward, Replay, ShardedReplay, checkpointed
 from lightning_dcp.parallel.interception import AttentionMode, installed
@@ -41,6 +40,7 @@ from lightning_dcp.parallel.signature import (
     learn_signature,
 )
 from lightning_dcp.parallel.topology import SPGroup, Topology
+from lightning_dcp.parallel.ulysses import heads_reason
 
 __all__ = ["BlockRuntime"]
 
