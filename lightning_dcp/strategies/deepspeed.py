@@ -32,6 +32,7 @@ from lightning_dcp.strategies.extension_lock import wait_for_build_lock
 from lightning_dcp.strategies.gradients import num_bytes, zero_for
 from lightning_dcp.strategies.iteration import LossAverage
 from lightning_dcp.strategies.mixin import DCPStrategyMixin
+from lightning_dcp.strategies.process_exit import destroy_groups_at_exit
 from lightning_dcp.strategies.settings import DCPSettings
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ class DCPStrategy(DCPStrategyMixin, PlainZeroCheckpoints):
             super().setup_environment()
         else:
             self._refuse_misuse()
+            destroy_groups_at_exit()
             DDPStrategy.setup_environment(self)
 
     @override

@@ -62,6 +62,7 @@ from lightning_dcp.strategies.iteration import IterationRunner
 from lightning_dcp.strategies.iteration_logs import IterationLogs
 from lightning_dcp.strategies.metric_objects import metrics_of, unequal_lists_gathered
 from lightning_dcp.strategies.preparation import Preparation, TrainPreparer
+from lightning_dcp.strategies.process_exit import destroy_groups_at_exit
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -127,6 +128,7 @@ class DCPStrategyMixin(Engine):
     @override
     def setup_environment(self) -> None:
         self._refuse_misuse()
+        destroy_groups_at_exit()
         super().setup_environment()
 
     def _refuse_misuse(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -198,3 +199,62 @@ except Exception as error:
     print(type(error).__name__, error)
 """
     assert "`import lightning as L`" in run(write(tmp_path / "old.py", code), folder=tmp_path)
+
+
+EXITING = """
+import atexit, os, time
+import torch
+import torch.distributed as dist
+
+atexit.register(lambda: print("groups are left:", dist.is_initialized(), flush=True))  # runs last
+
+from lightning_dcp.strategies.process_exit import destroy_groups_at_exit
+
+if __name__ == "__main__":
+    rank, pending = int(os.environ["RANK"]), {pending}
+    dist.init_process_group("gloo")
+    destroy_groups_at_exit()
+    destroy_groups_at_exit()
+    dist.all_reduce(torch.ones(3))
+    if rank == 0 and pending:  # a collective that nobody else joins, as after an error
+        dist.all_reduce(torch.ones(3), async_op=True)
+        raise SystemExit(3)
+    elif pending:
+        time.sleep(60)
+"""
+
+
+class TestProcessGroupsAtExit:
+    def start(self, tmp_path: Path, pending: bool) -> list[subprocess.Popen[str]]:
+        script = write(tmp_path / "exiting.py", EXITING.format(pending=pending))
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+        env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        return [
+            subprocess.Popen(
+                [sys.executable, script],
+                env={**env, "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+
+    def test_are_destroyed(self, tmp_path: Path) -> None:
+        for process in self.start(tmp_path, pending=False):
+            out, _ = process.communicate(timeout=100)
+            assert process.returncode == 0, out
+            assert "groups are left: False" in out
+
+    def test_do_not_keep_a_failed_process(self, tmp_path: Path) -> None:
+        failed, waiting = self.start(tmp_path, pending=True)
+        try:
+            out, _ = failed.communicate(timeout=50)
+            assert failed.returncode == 3, out
+            assert waiting.poll() is None
+        finally:
+            waiting.kill()
+            waiting.communicate()
