@@ -17,6 +17,9 @@ if not runs_without_torch():  # as `lightning-dcp simulate` and `plan` do
     from lightning_dcp.callback import DCPCallback
     from lightning_dcp.data.datamodule import DCPDataModuleMixin
     from lightning_dcp.parallel.attention import attention
+    from lightning_dcp.parallel.axes import attention_axis, gather_axis, switch_axis
+    from lightning_dcp.parallel.huggingface_attention import register_attention
+    from lightning_dcp.parallel.loss import linear_cross_entropy
     from lightning_dcp.planning.options import PlanningOptions
     from lightning_dcp.profiling.options import ProfilingOptions
     from lightning_dcp.strategies.ddp import DCPDDPStrategy
@@ -37,4 +40,9 @@ __all__ = [
     "PlanningOptions",
     "ProfilingOptions",
     "attention",
+    "attention_axis",
+    "gather_axis",
+    "linear_cross_entropy",
+    "register_attention",
+    "switch_axis",
 ]

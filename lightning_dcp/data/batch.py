@@ -51,8 +51,8 @@ class IterationBatch(NamedTuple):
             worker may have fetched it before the epoch was known.
         iteration: Index of the iteration within the epoch; `planner.epoch(epoch)[iteration]` is the
             plan it was made for.
-        micro_batches: What the user's collate function made of each micro-batch, in plan order.
-            Empty for a rank that has nothing to run.
+        micro_batches: What the user's collate function made of each micro-batch, in plan order; a
+            `PackedBatch` where samples are packed. Empty for a rank that has nothing to run.
     """
 
     epoch: int

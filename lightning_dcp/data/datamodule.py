@@ -38,7 +38,11 @@ class DCPDataModuleMixin:
                 `NotImplemented` for a `Subset` or `ConcatDataset` to be asked for its parts.
 
         Returns:
-            One positive int per sample, in the order of `dataset[0]`, `dataset[1]`, ...
+            One positive int per sample, in the order of `dataset[0]`, `dataset[1]`, ... Samples
+            with two axes of tokens: a pair of each, such as (frames, patches of a frame). Plans go
+            by the product, so that one micro-batch may get samples of one product and different
+            shapes: set `planning.max_batch_size=1` unless the collate function pads both axes and
+            the memory allows for the padding.
         """
         del dataset
         return NotImplemented  # type: ignore[no-any-return]
@@ -79,6 +83,24 @@ class DCPDataModuleMixin:
         del sample, max_length
         return NotImplemented
 
+    def pack_samples(self, samples: list[Any]) -> Any:
+        """Pack the samples of a micro-batch into one sequence; only called with `packing=True`.
+
+        By default everything as long as a sample is concatenated to (1, tokens of all samples,
+        ...), the rest is collated as torch does it, and `position_ids` that restart at each sample
+        are added to mappings that have none. Override it where samples have another form, or where
+        your collate function does more than pad. It runs in the loader's workers.
+
+        Args:
+            samples: What the data set returned.
+
+        Returns:
+            `(batch, lengths)`: what `training_step` gets, and the number of tokens of each sample
+            in it, in order.
+        """
+        del samples
+        return NotImplemented
+
 
 class MicroBatchMaker:
     """Makes CPU batches of about a given size for the cost profile.
@@ -92,6 +114,8 @@ class MicroBatchMaker:
         collate: The train loader's `collate_fn`.
         profile_batch: Used instead where given, unless it returns `NotImplemented`
             (`DCPDataModuleMixin.profile_batch`).
+        equal_lengths: Repeat one sample, so that a batch that is not padded has the tokens asked
+            for too.
     """
 
     def __init__(
@@ -100,12 +124,15 @@ class MicroBatchMaker:
         lengths: npt.NDArray[np.int64],
         collate: Callable[[list[Any]], Any],
         profile_batch: ProfileBatch | None = None,
+        *,
+        equal_lengths: bool = False,
     ) -> None:
         if len(lengths) == 0:
             raise ValueError("There are no samples to make a batch of.")
         self._dataset = dataset
         self._collate = collate
         self._profile_batch = profile_batch
+        self._equal_lengths = equal_lengths
         self._by_length = np.argsort(lengths, kind="stable")
         self._sorted_lengths = np.asarray(lengths)[self._by_length]
 
@@ -141,6 +168,8 @@ class MicroBatchMaker:
                 f"`batch_size` and `seq_len` must be at least 1, got {batch_size} and {seq_len}."
             )
         last = self._nearest(seq_len)
+        if self._equal_lengths:
+            return (int(self._by_length[last]),) * batch_size
         half = self._sorted_lengths[last] / 2
         first = int(np.searchsorted(self._sorted_lengths[: last + 1], half, side="left"))
         nearest_first = self._by_length[max(first, last + 1 - batch_size) : last + 1][::-1]

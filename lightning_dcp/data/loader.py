@@ -34,6 +34,7 @@ from typing_extensions import override
 
 from lightning_dcp.data._lightning_compat import remake_subclass
 from lightning_dcp.data.batch import IterationBatch, IterationSamples, PlanKey
+from lightning_dcp.data.packing import PackingCollate
 from lightning_dcp.data.sampler import Planner, PlanSampler
 from lightning_dcp.data.samples import fetch_samples, truncate_sample
 from lightning_dcp.parallel import rng
@@ -227,10 +228,10 @@ def drawing_alike(rng_keys: tuple[tuple[int, ...], ...], index: int, stage: int)
 
 @dataclass(frozen=True)
 class PlanCollate:
-    """Applies the user's collate function to each micro-batch, in the worker.
+    """Applies a collate function to each micro-batch, in the worker.
 
     Attributes:
-        collate: The user's.
+        collate: The user's, or one that packs samples.
     """
 
     collate: Collate
@@ -252,6 +253,7 @@ def build_plan_loader(
     world_size: int,
     truncate: Truncate | None = None,
     epoch: int = 0,
+    packing: PackingCollate | None = None,
 ) -> DataLoader[Any]:
     """The user's loader, made again to yield one `IterationBatch` per iteration.
 
@@ -262,6 +264,7 @@ def build_plan_loader(
         world_size: Number of ranks.
         truncate: `DCPDataModuleMixin.truncate_sample`, for samples that are too long.
         epoch: The epoch that the first iterator belongs to; see `PlanSampler`.
+        packing: Packs samples, in place of the user's collate function.
 
     Returns:
         A loader of the same class, data set, collate function, workers, pinning, prefetching and
@@ -289,7 +292,7 @@ def build_plan_loader(
         truncate = None  # a method of the user's module, which need not go to workers
     dataset = PlanDataset(spec.dataset, truncate, max_length, to_cut)
     sampler = PlanSampler(planner, rank=rank, world_size=world_size, epoch=epoch)
-    loader = remake_loader(dataloader, dataset, sampler, PlanCollate(spec.collate_fn))
+    loader = remake_loader(dataloader, dataset, sampler, PlanCollate(packing or spec.collate_fn))
     # Methods of a loader that can resume, as Lightning looks for them, else it warns. They do
     # nothing: the strategy itself saves where the plans are, and goes on there.
     loader.state_dict = _no_state

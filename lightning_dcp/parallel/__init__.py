@@ -1,7 +1,7 @@
 """How ranks run a plan: SP groups, sharded blocks, recomputation, random numbers, targets."""
 
 from lightning_dcp.parallel.attention import attention
-from lightning_dcp.parallel.blocks import BlockStack, find_blocks
+from lightning_dcp.parallel.blocks import BlockStack, find_blocks, find_stacks
 from lightning_dcp.parallel.kernels import kernel_name
 from lightning_dcp.parallel.runtime import BlockRuntime
 from lightning_dcp.parallel.signature import BlockSignature
@@ -17,5 +17,6 @@ __all__ = [
     "attention",
     "count_targets",
     "find_blocks",
+    "find_stacks",
     "kernel_name",
 ]

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from lightning_dcp.parallel import region
 from lightning_dcp.parallel.attention_spec import AttentionSpec
+from lightning_dcp.parallel.axes import Axis, attention_axis, current_axis
 from lightning_dcp.parallel.interception_switch import no_interception
 from lightning_dcp.parallel.kernels import dot_product_attention
 from lightning_dcp.parallel.region import AttentionCall, ShardedPass
+from lightning_dcp.parallel.segments import packed_lengths
 from lightning_dcp.parallel.ulysses import attend_over_ranks
 
 __all__ = ["attend", "attention"]
@@ -34,6 +36,7 @@ def attention(
     enable_gqa: bool = False,
     *,
     softcap: float | None = None,
+    axis: Axis | None = None,
 ) -> Tensor:
     """Scaled dot-product attention that is right inside and outside a sharded region.
 
@@ -52,6 +55,7 @@ def attention(
         scale: of the scores, default 1/sqrt(D).
         enable_gqa: whether K may be less than H.
         softcap: scores become ``softcap * tanh(scores / softcap)``, as in Gemma 2.
+        axis: what the call attends along, as ``attention_axis`` around it would say.
 
     Returns:
         Shaped as ``query`` (last dimension as that of ``value``).
@@ -68,21 +72,29 @@ def attention(
         enable_gqa=enable_gqa,
         softcap=softcap,
     )
-    return attend(query, key, value, spec)
+    if axis is None:
+        return attend(query, key, value, spec)
+    with attention_axis(axis):
+        return attend(query, key, value, spec)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
     """``attention`` with its options in one value."""
     observe(query, key)
-    shard = region.current_pass(query.shape[-2])
+    shard = sharded_along(query.shape[-2], key.shape[-2])
     if shard is not None:
-        if check_lengths(shard, query.shape[-2], key.shape[-2]) == "self":
-            return attend_over_ranks(shard, query, key, value, spec)
+        if current_axis() or check_lengths(shard, query.shape[-2], key.shape[-2]) == "self":
+            spec = dataclasses.replace(spec, segments=packed_lengths(shard.length, shard.length))
+            return region.kept(attend_over_ranks(shard, query, key, value, spec))
+        packed_lengths(shard.length, key.shape[-2])
         if spec.is_causal:
             rows: Tensor | None = _causal_rows(shard, query, key)
         else:
             rows = query_rows(shard, spec.attn_mask)
         spec = dataclasses.replace(spec, attn_mask=rows, is_causal=False)
+    elif current_axis() != "whole":
+        segments = packed_lengths(query.shape[-2], key.shape[-2])
+        spec = dataclasses.replace(spec, segments=segments)
     with no_interception():
         return dot_product_attention(query, key, value, spec)
 
@@ -99,8 +111,45 @@ def observe(query: Tensor, key: Tensor) -> None:
             query_length=query.shape[-2],
             key_length=key.shape[-2],
             batch_size=query.shape[0] if query.dim() > 3 else None,
+            axis=current_axis(),
         )
     )
+
+
+def sharded_along(query_length: int, key_length: int) -> ShardedPass | None:
+    """The pass along the axis that a call attends along; None where each rank has all of that.
+
+    Raises:
+        ValueError: for a call whose mark, or lack of one, is wrong.
+    """
+    axis = current_axis()
+    if axis == "whole":
+        state = region.active()
+        if state is not None and state.open is not None:
+            state.open.marked = True
+        return None
+    shard = region.current_pass(query_length)
+    if shard is None:
+        return None
+    if axis is None:
+        if shard.marked:
+            raise ValueError(
+                f"attention of {query_length} queries to {key_length} keys without a mark, in "
+                f"sharded blocks that have several axes of tokens or mark other calls: put `with "
+                f'lightning_dcp.attention_axis("sharded")` (or "whole") around it, inside of what '
+                f"recomputes it"
+            )
+        return shard
+    shard.marked = True
+    along = shard.along(query_length)
+    if along is None or key_length != query_length:
+        shares = " or ".join(f"{local} of {length}" for length, local in shard.axes.items())
+        raise ValueError(
+            f"attention of {query_length} queries to {key_length} keys is marked as along the "
+            f"sharded axis, of which each of the {shard.group.size} ranks has {shares} tokens: "
+            f'mark it as "whole", or switch_axis its tensors'
+        )
+    return along
 
 
 def check_lengths(shard: ShardedPass, query_length: int, key_length: int) -> str:

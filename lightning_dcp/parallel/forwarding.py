@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dcp.parallel import rng
 from lightning_dcp.parallel.interception import AttentionMode
-from lightning_dcp.parallel.region import Region, ShardedPass
+from lightning_dcp.parallel.region import Region, ShardedPass, active
 
-__all__ = ["BlockForward", "Replay", "ShardedReplay", "checkpointed"]
+__all__ = ["BlockForward", "Replay", "ShardedReplay", "WholeReplay", "checkpointed"]
 
 
 class Replay(AbstractContextManager[None]):
@@ -32,6 +32,9 @@ class Replay(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._stack.callback(rng.restore_host, rng.host_state())
         rng.restore_host(self._state)
+        state = active()
+        if state is not None and state.segments is not None:
+            self._stack.enter_context(AttentionMode())
 
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
@@ -48,6 +51,18 @@ class ShardedReplay(Replay):
         super().__enter__()
         self._stack.enter_context(self._region.inside(self._shard))
         self._stack.enter_context(AttentionMode())
+
+
+class WholeReplay(Replay):
+    """The same on whole sequences in a micro-batch that shards other stacks."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self._region = region
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._stack.enter_context(self._region.whole())
 
 
 def checkpointed(

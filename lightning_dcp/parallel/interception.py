@@ -27,10 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_dcp.parallel import region
-from lightning_dcp.parallel.attention import attention, check_lengths, query_rows
+from lightning_dcp.parallel import flex, region
+from lightning_dcp.parallel.attention import attention, check_lengths, query_rows, sharded_along
+from lightning_dcp.parallel.axes import current_axis
 from lightning_dcp.parallel.interception_switch import is_intercepting, no_interception
-from lightning_dcp.parallel.region import AttentionCall, ShardedPass
+from lightning_dcp.parallel.region import AttentionCall
+from lightning_dcp.parallel.segments import packed_lengths
 
 __all__ = ["AttentionMode", "UnavailableWeights", "installed"]
 
@@ -49,8 +51,9 @@ class UnavailableWeights:
     def _fail(self) -> NoReturn:
         raise RuntimeError(
             "the attention weights that nn.MultiheadAttention returns are not available under "
-            "sequence parallelism: each rank attends with a part of the heads. Call it with "
-            "need_weights=False, or limit the SP sizes to 1"
+            "sequence parallelism, where each rank attends with a part of the heads, nor for "
+            "packed samples. Call it with need_weights=False, or limit the SP sizes to 1 and do "
+            "not pack"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -91,14 +94,22 @@ class AttentionMode(TorchFunctionMode):
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Replace the attention functions in ``torch.nn.functional``, and put them back."""
+    """Replace the attention functions in ``torch.nn.functional``, and put them back.
+
+    Torch's fused encoder layer, which it takes in evaluation, is off meanwhile: it calls none of
+    them, and its encoder would pack padded samples into nested tensors before the first block.
+    """
     ours = {"scaled_dot_product_attention": _sdpa, "multi_head_attention_forward": _mha}
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     for name, function in ours.items():
         _replaced[name] = getattr(F, name)
         setattr(F, name, function)
     try:
-        yield
+        with flex.installed():
+            yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
         for name, function in ours.items():
             # Where another library has put its own on top meanwhile, ours stays below it and does
             # nothing.
@@ -139,30 +150,43 @@ def _mha(*args: Any, **kwargs: Any) -> Any:
     bound.apply_defaults()
     call = bound.arguments
     query_length, key_length = call["query"].shape[0], call["key"].shape[0]
-    shard = region.current_pass(query_length)
-    if shard is None:
+    shard = sharded_along(query_length, key_length)
+    packed = None
+    if shard is not None:
+        packed_lengths(shard.length, shard.length if key_length == query_length else key_length)
+    elif current_axis() != "whole":
+        packed = packed_lengths(query_length, key_length)
+    if shard is None and packed is None:
         if state.calls is not None and not region.in_backward():
             # Recorded here, as with need_weights=True there is no inner call.
             heads = call["num_heads"]
             batch_size = call["query"].shape[1] if call["query"].dim() == 3 else None
-            state.calls.append(AttentionCall(heads, heads, query_length, key_length, batch_size))
+            axis = current_axis()
+            state.calls.append(
+                AttentionCall(heads, heads, query_length, key_length, batch_size, axis)
+            )
         with no_interception():
             return original(*args, **kwargs)
     for name in ("bias_k", "bias_v", "static_k", "static_v", "add_zero_attn"):
         if call[name] is not None and call[name] is not False:
+            what, instead = "sharded", "Limit the SP sizes to 1"
+            if shard is None:
+                what, instead = "packed", "Train with packing=False"
             raise ValueError(
-                f"nn.MultiheadAttention with {name} inside sharded blocks: keys that belong to no "
-                f"token cannot be sharded. Limit the SP sizes to 1"
+                f"nn.MultiheadAttention with {name} inside {what} blocks: keys that belong to no "
+                f"token cannot be {what}. {instead}"
             )
-    if check_lengths(shard, query_length, key_length) == "cross":
+    if shard is None:
+        return _mha_with_own_attention(original, call)
+    if not current_axis() and check_lengths(shard, query_length, key_length) == "cross":
         call["attn_mask"] = query_rows(shard, call["attn_mask"])
         with no_interception():
             return original(**call)
-    return _mha_over_ranks(shard, original, call)
+    return _mha_with_own_attention(original, call)
 
 
-def _mha_over_ranks(shard: ShardedPass, original: Callable[..., Any], call: dict[str, Any]) -> Any:
-    """Torch's function on this rank's tokens; whole masks go around it to the inner attention."""
+def _mha_with_own_attention(original: Callable[..., Any], call: dict[str, Any]) -> Any:
+    """Torch's function around our attention; whole masks go around it to the inner call."""
     need_weights = call["need_weights"]
     if call["is_causal"] and call["attn_mask"] is None:
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as torch says

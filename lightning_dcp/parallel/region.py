@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from lightning_dcp.parallel.topology import SPGroup
 
@@ -20,13 +21,17 @@ __all__ = ["AttentionCall", "Region", "ShardedPass", "active", "current_pass", "
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCall:
-    """Shapes of one attention call. ``num_heads`` of a 3-dim call is (heads * samples)."""
+    """Shapes of one attention call. ``num_heads`` of a 3-dim call is (heads * samples).
+
+    ``axis`` is the mark of ``attention_axis``: "sharded", "whole", or None where there is none.
+    """
 
     num_heads: int
     num_kv_heads: int
     query_length: int
     key_length: int
     batch_size: int | None
+    axis: str | None = None
 
 
 @dataclasses.dataclass
@@ -40,12 +45,29 @@ class ShardedPass:
             that a tensor's length tells what it is.
         condition_lengths: lengths of arguments that are whole on every rank (context of
             cross-attention).
+        axes: true length -> tokens per rank of each axis that tensors of this pass have been
+            sharded along; more than one after ``switch_axis``.
+        marked: attention calls tell by ``attention_axis`` what they attend along.
     """
 
     group: SPGroup
     length: int
     local_length: int
     condition_lengths: set[int] = dataclasses.field(default_factory=set)
+    axes: dict[int, int] = dataclasses.field(default_factory=dict)
+    marked: bool = False
+
+    def __post_init__(self) -> None:
+        self.axes.setdefault(self.length, self.local_length)
+
+    def along(self, local_length: int) -> ShardedPass | None:
+        """The pass along the axis of which each rank has so many tokens; None: there is none."""
+        if local_length == self.local_length:
+            return self
+        for length, local in self.axes.items():
+            if local == local_length:
+                return dataclasses.replace(self, length=length, local_length=local)
+        return None
 
     @property
     def start(self) -> int:
@@ -54,8 +76,10 @@ class ShardedPass:
 
 
 def choose_local_length(length: int, sp_size: int, taken: set[int]) -> int:
-    """The smallest n with p * n >= S that is not S and not in ``taken``."""
-    local = -(-length // sp_size)
+    """The smallest n >= 2 with p * n >= S that is not S and not in ``taken``."""
+    # At least two: attention over one query is taken for a step of generation by models that then
+    # leave the causal mask out (Hugging Face's `sdpa`).
+    local = max(2, -(-length // sp_size))
     while local == length or local in taken:
         local += 1
     return local
@@ -68,15 +92,22 @@ class Region:
         group: the SP group.
         open: the pass that is between its first and last block, or is being recomputed.
         calls: attention calls of the block that is being observed; None where none is.
+        outputs: what the rest of a step whose inputs are sharded goes on with: the last block's
+            output and those of later attention; None where they are not kept.
+        segments: lengths of the samples that the micro-batch's one sequence is packed of; None:
+            it is not packed.
     """
 
     def __init__(self, group: SPGroup) -> None:
         self.group = group
         self.open: ShardedPass | None = None
         self.calls: list[AttentionCall] | None = None
+        self.outputs: list[Tensor] | None = None
+        self.segments: tuple[int, ...] | None = None
         self._thread = threading.get_ident()
         self._passes: dict[int, list[ShardedPass]] = {}
         self._whole_lengths: set[int] = set()
+        self._is_whole = False
 
     def remember(self, shard: ShardedPass) -> None:
         """Keep a pass for recomputations that come without our contexts."""
@@ -90,6 +121,27 @@ class Region:
             yield
         finally:
             self.open = outer
+
+    def refuse_open(self, path: str) -> None:
+        """An error if a stack of blocks begins between the blocks of another one.
+
+        Raises:
+            RuntimeError: names the stack at ``path``.
+        """
+        if self.open is not None:
+            raise RuntimeError(
+                f"the first block of {path} ran between the blocks of another stack, whose tokens "
+                f"are shared among ranks. Name only one of these stacks in `blocks`"
+            )
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """What runs meanwhile has whole sequences, whatever their lengths."""
+        outer, self._is_whole = self._is_whole, True
+        try:
+            yield
+        finally:
+            self._is_whole = outer
 
     def pass_of(self, local_length: int) -> ShardedPass | None:
         """The pass of this micro-batch whose shares have ``local_length`` tokens.
@@ -109,6 +161,8 @@ class Region:
 
     def of_attention(self, query_length: int) -> ShardedPass | None:
         """The pass an attention call belongs to, or None where its tensors are whole."""
+        if self._is_whole:
+            return None
         backward = in_backward()
         if self.open is not None and (backward or threading.get_ident() == self._thread):
             return self.open
@@ -152,6 +206,13 @@ def activate(region: Region) -> Iterator[None]:
         yield
     finally:
         _active = None
+
+
+def kept(output: Tensor) -> Tensor:
+    """``output`` of an exchange, kept where the micro-batch's region keeps them."""
+    if _active is not None and _active.outputs is not None and not in_backward():
+        _active.outputs.append(output)
+    return output
 
 
 def current_pass(query_length: int) -> ShardedPass | None:

@@ -1,14 +1,17 @@
-"""Running a stack of blocks as a micro-batch asks for: sharded, partly recomputed, shortened.
+"""Running stacks of blocks as a micro-batch asks for: sharded, partly recomputed, shortened.
 
 ``attach`` wraps the ``forward`` of each block (an instance attribute: parameters and state-dict
 keys stay, hooks and wrappers of others on ``__call__`` run around it); ``micro_batch`` says what
 the wrappers do until it ends.
 
-One pass through the blocks on p ranks, S tokens, n per rank::
+One pass through a stack's blocks on p ranks, S tokens, n per rank::
 
     first block   take n of the S tokens of the hidden states, open the region (random numbers)
     every block   take n tokens of other whole-length arguments; attention swaps tokens for heads
     last block    gather S tokens (backward: sum over the group), close the region
+
+Several stacks (encoder and decoder, vision tower and language model) run one after the other, each
+with passes of its own, and each as often as the model wants, or not at all.
 
 NOTE user-checkpoint: a model's own ``torch.utils.checkpoint`` may run a block, or a part of one,
 again in the backward, in autograd's thread on CUDA, and leave it by an exception once it has all it
@@ -18,58 +21,62 @@ tokens tells which pass is being repeated.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
 
 from lightning_dcp.parallel import rng
-from lightning_dcp.parallel.arguments import BlockArguments, with_hidden
 from lightning_dcp.parallel.blocks import BlockStack
-from lightning_dcp.parallel.forwarding import BlockForward, Replay, ShardedReplay, checkpointed
-from lightning_dcp.parallel.interception import AttentionMode, installed
-from lightning_dcp.parallel.region import AttentionCall, Region, activate, in_backward
-from lightning_dcp.parallel.sharding import TokenSharder
-from lightning_dcp.parallel.signature import (
-    BlockObservation,
-    BlockSignature,
-    TensorShape,
-    learn_signature,
+from lightning_dcp.parallel.inputs import (
+    NO_TARGETS,
+    OwnInputs,
+    StepInputs,
+    mean_over_group,
+    whole_sequence,
+    zero_loss,
 )
+from lightning_dcp.parallel.interception import AttentionMode, installed
+from lightning_dcp.parallel.region import Region, activate
+from lightning_dcp.parallel.signature import BlockObservation, BlockSignature
+from lightning_dcp.parallel.stack_runtime import BlockCall, StackRun, StackRuntime
 from lightning_dcp.parallel.topology import SPGroup, Topology
-from lightning_dcp.parallel.ulysses import heads_reason
 
 __all__ = ["BlockRuntime"]
 
 
-@dataclasses.dataclass
-class _Run:
-    """The running micro-batch. ``sharder`` is None on a group of one."""
+class _StackFacts(Protocol):
+    """What a cost profile knows of one stack."""
 
-    region: Region
-    sharder: TokenSharder | None
-    recompute_blocks: int
-    active_blocks: int
-    observe: bool
-    first_output: Any = None
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def signature(self) -> str | None: ...
+
+    @property
+    def whole_at(self) -> Mapping[int, str]: ...
 
 
 class _HasSignature(Protocol):
+    """A cost profile: of its only stack, or of each of several in ``stacks``."""
+
     @property
     def signature(self) -> str | None: ...
 
 
 class BlockRuntime:
-    """Shards, recomputes and observes the blocks of one stack, micro-batch by micro-batch.
+    """Shards, recomputes and observes the blocks of a model, micro-batch by micro-batch.
 
     Args:
-        stack: the blocks.
+        stacks: the blocks: one stack, or several that run one after the other; the first is the
+            main one.
         topology: whose groups the micro-batches run on.
         sequence_dims: sequence dimension of arguments by name or position, where the shapes leave
-            it open; None for one that stays whole.
+            it open; None for one that stays whole. Of all stacks that have such an argument.
         hidden_states: name or position of the argument with the hidden states; None: the first
             positional tensor, or the keyword ``hidden_states`` or ``x``.
         device: of the blocks; its random numbers are managed.
@@ -77,27 +84,92 @@ class BlockRuntime:
 
     def __init__(
         self,
-        stack: BlockStack,
+        stacks: BlockStack | Sequence[BlockStack],
         topology: Topology,
         *,
         sequence_dims: Mapping[Any, int | None] | None = None,
         hidden_states: str | int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.stack = stack
         self.topology = topology
         self.device = torch.device(device)
-        self._arguments = BlockArguments(stack.blocks[0].forward, hidden_states)
-        self._overrides = {
-            self._arguments.name_of(name): dim for name, dim in (sequence_dims or {}).items()
-        }
-        self._observations: dict[BlockObservation, None] = {}
-        self._signature: BlockSignature | None = None
-        self._signature_error: str | None = None
-        self._wrappers: list[BlockForward] = []
-        self._run: _Run | None = None
-        self._is_plain = True  # nothing to do for the wrappers
-        self._run_in_micro_batch: Callable[..., Any] = self._run_block_now
+        given = (stacks,) if isinstance(stacks, BlockStack) else tuple(stacks)
+        if not given:
+            raise ValueError("a runtime needs at least one stack of blocks")
+        self._stacks = tuple(
+            StackRuntime(
+                stack, sequence_dims=sequence_dims, hidden_states=hidden_states, device=self.device
+            )
+            for stack in given
+        )
+        self._recompute_order = tuple(range(len(given)))
+        #: Whether micro-batches may be packed (``segments.pack``): attention calls are then
+        #: intercepted on a single rank too.
+        self.packing = False
+        #: Slices the batches of training steps (``shard="inputs"``); None: blocks are sharded.
+        self.inputs: StepInputs | None = None
+        self._running: tuple[Region, ExitStack] | None = None
+        #: Runs of blocks in the last micro-batch with ``observe=True``, in their order.
+        self.trace: tuple[BlockCall, ...] = ()
+
+    # ------------------------------------------------------------------ the stacks
+
+    @property
+    def stacks(self) -> tuple[StackRuntime, ...]:
+        """All stacks, the main one first."""
+        return self._stacks
+
+    @property
+    def stack(self) -> BlockStack:
+        """The main stack."""
+        return self._stacks[0].stack
+
+    @property
+    def blocks(self) -> tuple[nn.Module, ...]:
+        """The blocks of all stacks in the order in which they are recomputed."""
+        return tuple(block for i in self._recompute_order for block in self._stacks[i].stack.blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        """L, blocks of all stacks."""
+        return sum(len(stack) for stack in self._stacks)
+
+    @property
+    def name(self) -> str:
+        """The stacks' paths, for messages."""
+        return " and ".join(stack.path for stack in self._stacks)
+
+    @property
+    def recompute_order(self) -> tuple[int, ...]:
+        """Stacks in the order in which their blocks are recomputed as r grows. Can be set."""
+        return self._recompute_order
+
+    @recompute_order.setter
+    def recompute_order(self, order: Sequence[int]) -> None:
+        if sorted(order) != list(range(len(self._stacks))):
+            raise ValueError(f"{tuple(order)} is no order of {len(self._stacks)} stacks")
+        self._recompute_order = tuple(order)
+
+    def keep_stacks(self, paths: Iterable[str]) -> None:
+        """Leave out the optional stacks that ``paths`` does not name; they are the model's again.
+
+        Raises:
+            ValueError: if a path is unknown, or a stack that was named by the user is missing.
+        """
+        kept = set(paths)
+        unknown = kept - {stack.path for stack in self._stacks}
+        missing = [s.path for s in self._stacks if s.path not in kept and not s.stack.optional]
+        if unknown or missing:
+            raise ValueError(
+                f"the stacks of blocks are {self.name}; got {sorted(kept)}, without {missing}"
+            )
+        order = [self._stacks[i].path for i in self._recompute_order]
+        for stack in self._stacks:
+            if stack.path not in kept:
+                stack.detach()
+        self._stacks = tuple(stack for stack in self._stacks if stack.path in kept)
+        places = {stack.path: i for i, stack in enumerate(self._stacks)}
+        self._recompute_order = tuple(places[path] for path in order if path in kept)
 
     # ------------------------------------------------------------------ attaching
 
@@ -107,72 +179,55 @@ class BlockRuntime:
         Raises:
             RuntimeError: if the blocks are attached to another runtime.
         """
-        if self._wrappers:
-            return
-        for block in self.stack.blocks:
-            if isinstance(vars(block).get("forward"), BlockForward):
-                raise RuntimeError(
-                    f"the blocks of {self.stack.path!r} are already attached to another runtime: "
-                    f"detach that one first"
-                )
-        # A block compiled as a module has our wrapper inside its compiled call. Where there is
-        # nothing for us to do it is compiled through; the rest must not be traced.
-        if any(block._compiled_call_impl is not None for block in self.stack.blocks):
-            disable: Callable[..., Any] = torch.compiler.disable
-            self._run_in_micro_batch = disable(self._run_block_now)
-        self._wrappers = [BlockForward(self, i, b) for i, b in enumerate(self.stack.blocks)]
+        for stack in self._stacks:
+            stack.attach()
 
     def detach(self) -> None:
         """Give the blocks their own ``forward`` back."""
-        for wrapper in self._wrappers:
-            wrapper.remove()
-        self._wrappers = []
+        for stack in self._stacks:
+            stack.detach()
 
     # ------------------------------------------------------------------ what the blocks are like
 
     @property
     def observations(self) -> tuple[BlockObservation, ...]:
-        """Distinct runs of single blocks recorded under ``observe=True``."""
-        return tuple(self._observations)
+        """Distinct runs of single blocks of the main stack recorded under ``observe=True``."""
+        return self._stacks[0].observations
 
     @property
     def signature(self) -> BlockSignature | None:
-        """What is known of the blocks; None where that does not suffice for p > 1. Can be set."""
-        try:
-            return self._learned()
-        except ValueError:
-            return None
+        """What is known of the main stack; None where that does not suffice for p > 1. Settable."""
+        return self._stacks[0].signature
 
     @signature.setter
     def signature(self, signature: BlockSignature) -> None:
-        self._signature, self._signature_error = signature, None
+        self._stacks[0].signature = signature
 
     def load_observations(self, profile: _HasSignature) -> None:
         """Take over what a (cached) cost profile knows of the blocks, where it knows anything."""
-        if profile.signature is not None:
+        facts: Sequence[_StackFacts] = getattr(profile, "stacks", ())
+        if facts:
+            self.keep_stacks(stack.path for stack in facts)
+            known = {stack.path: stack for stack in facts}
+            for stack in self._stacks:
+                text = known[stack.path].signature
+                if text is not None:
+                    stack.signature = BlockSignature.from_json(text)
+                stack.whole_at = dict(known[stack.path].whole_at)
+            places = {stack.path: i for i, stack in enumerate(self._stacks)}
+            order: Sequence[int] = getattr(profile, "recompute_order", range(len(facts)))
+            self.recompute_order = [places[facts[i].path] for i in order]
+        elif profile.signature is not None:
             self.signature = BlockSignature.from_json(profile.signature)
-
-    def _learned(self) -> BlockSignature:
-        """The signature, or ValueError with what is missing."""
-        if self._signature is None and self._signature_error is None:
-            try:
-                self._signature = learn_signature(
-                    self.observations, self._overrides, self._arguments.default_hidden
-                )
-            except ValueError as error:
-                self._signature_error = str(error)
-        if self._signature is None:
-            raise ValueError(self._signature_error)
-        return self._signature
 
     @property
     def attention_heads(self) -> frozenset[tuple[int, int]]:
         """(query heads, key/value heads) of the blocks' self-attention; empty where unknown."""
-        signature = self.signature
-        return frozenset() if signature is None else signature.attention_heads
+        signatures = [stack.signature for stack in self._stacks]
+        return frozenset().union(*(s.attention_heads for s in signatures if s is not None))
 
     def sp_size_exclusions(self, sizes: Iterable[int]) -> dict[int, str]:
-        """Those of ``sizes`` that the blocks cannot be sharded by, each with the reason."""
+        """Those of ``sizes`` that no stack can be sharded by, each with the main one's reason."""
         reasons = {p: reason for p in sizes if (reason := self._exclusion(p)) is not None}
         return dict(sorted(reasons.items()))
 
@@ -181,24 +236,15 @@ class BlockRuntime:
             return None
         if sp_size not in self.topology.sp_sizes:
             return f"no aligned block of {sp_size} ranks in a world of {self.topology.world_size}"
-        no_attention = (
-            f"no attention call was seen in {self.stack.path}: call "
-            f"F.scaled_dot_product_attention, or lightning_dcp.attention in its place"
-        )
-        try:
-            signature = self._learned()
-        except ValueError as error:
-            seen = [o for o in self.observations if o.calls]
-            return str(error) if seen or not self.observations else no_attention
-        if signature.obstacles:
-            return signature.obstacles[0]
-        if not signature.attention_heads:
-            return no_attention
-        for num_heads, num_kv_heads in sorted(signature.attention_heads):
-            reason = heads_reason(num_heads, num_kv_heads, sp_size)
-            if reason is not None:
-                return f"{reason} of {self.stack.path}"
-        return None
+        reasons = [stack.exclusion(sp_size) for stack in self._stacks]
+        return None if None in reasons else reasons[0]
+
+    def whole_stacks(self, sp_size: int) -> dict[str, str]:
+        """Stacks that each of ``sp_size`` ranks runs whole while others are sharded, with why."""
+        if sp_size == 1 or self._exclusion(sp_size) is not None:
+            return {}
+        reasons = {stack.path: stack.exclusion(sp_size) for stack in self._stacks}
+        return {path: reason for path, reason in reasons.items() if reason is not None}
 
     # ------------------------------------------------------------------ micro-batches
 
@@ -219,149 +265,138 @@ class BlockRuntime:
 
         Args:
             group: the ranks that run it.
-            recompute_blocks: r, how many blocks (the first ones) are recomputed in the backward.
+            recompute_blocks: r, how many blocks are recomputed in the backward: the first ones of
+                each stack, stack after stack in ``recompute_order``.
             rng_key: seeds all random numbers; must be the same on the ranks of the group and differ
                 between micro-batches. Afterwards random states are as before.
-            active_blocks: run only so many blocks (at most all), the others return their input
-                (profiling).
+            active_blocks: run only so many blocks of each stack (at most all), the others return
+                their input (profiling).
             observe: record the blocks' shapes and attention calls (on a group of one).
 
         Raises:
             RuntimeError: if not attached, if a micro-batch is running already, or if the last block
-                did not run in a sharded forward, so that nothing was gathered.
-            ValueError: for numbers of blocks that the stack does not have, or p > 1 without a
+                of a stack did not run in a sharded forward, so that nothing was gathered.
+            ValueError: for numbers of blocks that the stacks do not have, or p > 1 without a
                 signature.
         """
-        num_blocks = len(self.stack)
-        active_blocks = num_blocks if active_blocks is None else min(active_blocks, num_blocks)
-        if not 0 <= recompute_blocks <= num_blocks or active_blocks < 1:
+        active = self.num_blocks if active_blocks is None else active_blocks
+        if not 0 <= recompute_blocks <= self.num_blocks or active < 1:
             raise ValueError(
-                f"{self.stack.path} has {num_blocks} blocks: cannot recompute {recompute_blocks} "
-                f"and run {active_blocks} of them"
+                f"{self.name} has {self.num_blocks} blocks: cannot recompute {recompute_blocks} "
+                f"and run {active} of them"
             )
-        if not self._wrappers:
+        if not all(stack.is_attached for stack in self._stacks):
             raise RuntimeError("the runtime is not attached to its blocks: call attach() first")
-        region, sharder = Region(group), None
-        if group.size > 1:  # an unknown signature is an error now, before any collective
-            sharder = TokenSharder(
-                region, self._arguments, self._learned(), self.device, self.stack.path
-            )
-        run = _Run(region, sharder, recompute_blocks, active_blocks, observe and sharder is None)
+        region = Region(group)
+        trace: list[BlockCall] | None = [] if observe and group.size == 1 else None
+        runs = self._runs(region, recompute_blocks, active, trace)
+        sharders = [run.sharder for run in runs if run.sharder is not None]
         with ExitStack() as stack:
             stack.enter_context(activate(region))
             stack.enter_context(rng.preserved(self.device))
-            if sharder is not None or run.observe:
+            if sharders or trace is not None or self.packing:
                 stack.enter_context(installed())
-            stack.callback(self._end)
-            self._run = run
-            self._is_plain = (
-                sharder is None
-                and not run.observe
-                and recompute_blocks == 0
-                and active_blocks == num_blocks
-            )
+            if self.packing:  # also outside the blocks, and for functions imported early
+                stack.enter_context(AttentionMode())
+            stack.callback(self._end, trace)
+            self._running = region, stack
+            for stack_runtime, run in zip(self._stacks, runs, strict=True):
+                stack_runtime.begin(run)
             rng.seed(self.device, rng_key)
             yield
             # Not where an error is being handled already: it would hide that one.
-            if sharder is not None and sharder.forward_pass and sys.exc_info()[0] is None:
+            if sys.exc_info()[0] is None:
+                self._check_gathered(runs)
+
+    def shares_inputs(self, group: SPGroup) -> bool:
+        """Whether each rank of ``group`` runs training steps on a slice of the batch."""
+        return group.size > 1 and self.inputs is not None and self.inputs.slices
+
+    def zero_loss(self, loss: Tensor) -> Tensor:
+        """() zero in place of the loss of a rank whose slice bears none; see ``zero_loss``."""
+        assert self._running is not None
+        return zero_loss(self._running[0], loss)
+
+    def own_inputs(self, batch: Any) -> OwnInputs:
+        """What this rank runs the training step of the running micro-batch on.
+
+        Where ``inputs`` slices batches, all that follows in the micro-batch is sharded: the caller
+        weights each rank's loss by its own elements, without 1/p.
+
+        Raises:
+            ValueError: for a batch or blocks that cannot be shared so.
+        """
+        if self.inputs is None:
+            return OwnInputs(batch, None)
+        assert self._running is not None
+        region, stack = self._running
+        own = stack.enter_context(self.inputs.step(region, batch, self.device))
+        if region.open is not None:
+            for each in self._stacks:
+                each.share_inputs(region.open)
+        return own
+
+    def whole_loss(self, loss: Tensor, num_targets: float | None) -> Tensor:
+        """The running micro-batch's mean loss, where each rank has that of its own inputs.
+
+        A collective of the group. Elsewhere ``loss`` as it is.
+        """
+        if self._running is None or (shard := self._running[0].open) is None:
+            return loss
+        if num_targets is None:
+            raise ValueError(NO_TARGETS)
+        return mean_over_group(loss, num_targets, self._running[0], shard)
+
+    def whole_hidden(self, own: Tensor) -> Tensor:
+        """Hidden states of the main stack in whole, detached, where each rank has its own.
+
+        A collective of the group. Elsewhere ``own`` as it is.
+        """
+        if self._running is None or (shard := self._running[0].open) is None:
+            return own
+        return whole_sequence(own, self._stacks[0].learned().sequence_dim, shard)
+
+    def _runs(
+        self, region: Region, recompute_blocks: int, active_blocks: int, trace: Any
+    ) -> list[StackRun]:
+        """What each stack does; an unknown signature is an error now, before any collective."""
+        recomputed = self.recomputed_blocks(recompute_blocks)
+        sharded = [False] * len(self._stacks)
+        if region.group.size > 1:
+            sharded = [stack.exclusion(region.group.size) is None for stack in self._stacks]
+            # What cannot be shared at all is for the caller to exclude; the main one tells why.
+            sharded[0] = sharded[0] or not any(sharded)
+        return [
+            StackRun(
+                region,
+                stack.sharder(region) if is_sharded else None,
+                r,
+                min(active_blocks, len(stack)),
+                trace,
+            )
+            for stack, is_sharded, r in zip(self._stacks, sharded, recomputed, strict=True)
+        ]
+
+    def recomputed_blocks(self, recompute_blocks: int) -> tuple[int, ...]:
+        """How many blocks of each stack are among the first r of all."""
+        counts = [0] * len(self._stacks)
+        for i in self._recompute_order:
+            counts[i] = min(recompute_blocks, len(self._stacks[i]))
+            recompute_blocks -= counts[i]
+        return tuple(counts)
+
+    def _check_gathered(self, runs: Sequence[StackRun]) -> None:
+        for stack, run in zip(self._stacks, runs, strict=True):
+            if run.sharder is not None and run.sharder.forward_pass:
                 raise RuntimeError(
-                    f"the first block of {self.stack.path} ran on {group.size} ranks, the last one "
-                    f"did not: the hidden states were never gathered. Models that skip or leave "
-                    f"out blocks need SP size 1"
+                    f"the first block of {stack.path} ran on {run.region.group.size} ranks, the "
+                    f"last one did not: the hidden states were never gathered. Models that skip or "
+                    f"leave out blocks need SP size 1"
                 )
 
-    def _end(self) -> None:
-        self._run, self._is_plain = None, True
-
-    def run_block(
-        self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """What the wrapper of block ``index`` does when it is called."""
-        if self._is_plain:
-            return forward(*args, **kwargs)
-        return self._run_in_micro_batch(index, forward, args, kwargs)
-
-    def _run_block_now(
-        self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        run = self._run
-        assert run is not None
-        if run.sharder is not None:
-            return self._run_sharded(run, run.sharder, index, forward, args, kwargs)
-        if run.observe and index < run.active_blocks and not in_backward():
-            return self._run_observed(run, index, forward, args, kwargs)
-        return self._run_plain(run, index, forward, args, kwargs, Replay)
-
-    def _run_plain(
-        self,
-        run: _Run,
-        index: int,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        replay: Callable[[], Replay],
-    ) -> Any:
-        """One block: passed over, under checkpoint, or as it is."""
-        if index >= run.active_blocks:
-            name = self._arguments.hidden_name(args, kwargs)
-            return with_hidden(run.first_output, self._arguments.tensors(args, kwargs)[name])
-        if index < run.recompute_blocks and torch.is_grad_enabled():
-            output = checkpointed(forward, args, kwargs, replay())
-        else:
-            output = forward(*args, **kwargs)
-        if index == 0 and run.active_blocks < len(self.stack):
-            run.first_output = with_hidden(output, None)  # the structure only
-        return output
-
-    def _run_sharded(
-        self,
-        run: _Run,
-        sharder: TokenSharder,
-        index: int,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        backward = in_backward()
-        is_last = index == len(self.stack) - 1
-        try:
-            shard, args, kwargs = sharder.share(index, args, kwargs)
-            with run.region.inside(shard), AttentionMode():
-                output = self._run_plain(
-                    run, index, forward, args, kwargs, lambda: ShardedReplay(run.region, shard)
-                )
-            if is_last:
-                output = sharder.gather(shard, output)
-        except BaseException:
-            if not backward:
-                sharder.close()
-            raise
-        if is_last and not backward:
-            sharder.close()
-        return output
-
-    def _run_observed(
-        self,
-        run: _Run,
-        index: int,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        calls: list[AttentionCall] = []
-        run.region.calls = calls
-        try:
-            with AttentionMode():
-                output = self._run_plain(run, index, forward, args, kwargs, Replay)
-        finally:
-            run.region.calls = None
-        tensors = self._arguments.tensors(args, kwargs)
-        observation = BlockObservation(
-            self._arguments.hidden_name(args, kwargs),
-            tuple(TensorShape.of(name, tensor) for name, tensor in tensors.items()),
-            tuple(calls),
-        )
-        if observation not in self._observations:
-            self._observations[observation] = None
-            self._signature = self._signature_error = None
-        return output
+    def _end(self, trace: list[BlockCall] | None) -> None:
+        self._running = None
+        for stack in self._stacks:
+            stack.end()
+        if trace is not None:
+            self.trace = tuple(trace)

@@ -91,8 +91,11 @@ class TokenSharder:
             arg_dim = self._signature.dim_of(shape, length, tuple(hidden.shape))
             if arg_dim is None or tensor.shape[arg_dim] != length:
                 conditions.update(condition_sizes(shape, self._signature.batch_dim))
-        local_length = choose_local_length(length, self._group.size, conditions)
-        shard = ShardedPass(self._group, length, local_length, conditions)
+        # Calls that say what they attend along need no length that tells it.
+        marked = self._signature.marked or hidden.dim() >= 4
+        taken = set() if marked else conditions
+        local_length = choose_local_length(length, self._group.size, taken)
+        shard = ShardedPass(self._group, length, local_length, conditions, marked=marked)
         if in_backward():
             # NOTE user-checkpoint of runtime.py. The checkpoint has put torch's streams where the
             # forward had them and will restore them; the micro-batch's end restores the others.
@@ -104,6 +107,7 @@ class TokenSharder:
                 f"the first block of {self._path} ran again before the last one had run: the "
                 f"hidden states were not gathered. Models that skip or repeat blocks need SP size 1"
             )
+        self._region.refuse_open(self._path)
         self._region.remember(shard)
         self.forward_pass = self._region.open = shard
         self._replicated = rng.capture(self._device)
@@ -136,7 +140,7 @@ class TokenSharder:
             if size in (1, local_length):  # broadcast; made of hidden states that are shares
                 return tensor
         sizes = set(condition_sizes(shape, self._signature.batch_dim))
-        if local_length in sizes:
+        if local_length in sizes and not shard.marked:
             # The first block's arguments were avoided when n was chosen; this is a later one's.
             raise ValueError(
                 f"argument {shape.name!r} of {self._path}, of shape {shape.shape}, is not the "

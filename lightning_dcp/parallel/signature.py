@@ -58,8 +58,12 @@ class BlockObservation:
 
     @property
     def self_lengths(self) -> set[int]:
-        """Lengths over which the block attends to itself."""
-        return {call.query_length for call in self.calls if call.query_length == call.key_length}
+        """Lengths over which the block attends to itself, along an axis that can be sharded."""
+        return {
+            call.query_length
+            for call in self.calls
+            if call.query_length == call.key_length and call.axis != "whole"
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +78,7 @@ class BlockSignature:
         condition_lengths: key lengths that did not change with the sequence, from outside the
             arguments.
         obstacles: reasons why these blocks cannot be sharded at all.
+        marked: attention calls tell by ``attention_axis`` what they attend along.
     """
 
     sequence_dim: int
@@ -82,6 +87,7 @@ class BlockSignature:
     attention_heads: frozenset[tuple[int, int]] = frozenset()
     condition_lengths: frozenset[int] = frozenset()
     obstacles: tuple[str, ...] = ()
+    marked: bool = False
 
     def dim_of(self, tensor: TensorShape, length: int, hidden_shape: tuple[int, ...]) -> int | None:
         """Sequence dimension of an argument in a call with ``length`` tokens; None: leave it whole.
@@ -138,6 +144,7 @@ def learn_signature(
                 f"rank first, or give sequence_dims={{{hidden_states!r}: ...}}"
             )
         return BlockSignature(sequence_dim=given[0], sequence_dims=overrides)
+    marked = _check_marks(observations)
     num_dims = len(_hidden_shape(observations[0]))
     sequence_dim = given[0] % num_dims if given else _hidden_dim(observations)
     lengths = [_hidden_shape(observation)[sequence_dim] for observation in observations]
@@ -156,7 +163,24 @@ def learn_signature(
         attention_heads=heads,
         condition_lengths=conditions,
         obstacles=obstacles,
+        marked=marked,
     )
+
+
+def _check_marks(observations: Sequence[BlockObservation]) -> bool:
+    """Whether calls are marked; an error where some are not though they must be."""
+    unmarked = [(o, call) for o in observations for call in o.calls if call.axis is None]
+    marked = any(call.axis is not None for o in observations for call in o.calls)
+    several_axes = any(len(_hidden_shape(o)) >= 4 for o in observations)
+    if unmarked and (marked or several_axes):
+        observation, call = unmarked[0]
+        raise ValueError(
+            f"the blocks, with hidden states of shape {_hidden_shape(observation)}, attend with "
+            f"{call.query_length} queries to {call.key_length} keys without saying along which "
+            f'axis. Put `with lightning_dcp.attention_axis("sharded"):` around calls along the '
+            f'dimension to be sharded, ("whole") around all others, cross-attention too'
+        )
+    return marked
 
 
 def _lookup(dims: Mapping[str, int | None], name: str) -> tuple[bool, int | None]:
@@ -188,7 +212,8 @@ def _hidden_dim(observations: Sequence[BlockObservation]) -> int:
         raise ValueError(
             f"no dimension of the blocks' hidden states {shapes[:3]} is the one attention runs "
             f"over (lengths {seen}): the blocks rearrange tokens, which cannot be sharded by "
-            f"sequence"
+            f"sequence. Two axes of tokens must be two dimensions of the hidden states, (B, T, S, "
+            f"C), and attention calls marked by lightning_dcp.attention_axis"
         )
     changing = {d for d in candidates if len({shape[d] for shape in shapes}) > 1}
     candidates = changing or candidates
@@ -205,7 +230,7 @@ def _hidden_dim(observations: Sequence[BlockObservation]) -> int:
 def _batch_dim(observations: Sequence[BlockObservation], sequence_dim: int) -> int | None:
     candidates: set[int] | None = None
     for observation in observations:
-        sizes = {call.batch_size for call in observation.calls if call.batch_size is not None}
+        sizes = {call.batch_size for call in observation.calls if call.axis is None} - {None}
         if sizes:
             shape = _hidden_shape(observation)
             own = {d for d, n in enumerate(shape) if n in sizes and d != sequence_dim}
@@ -266,7 +291,12 @@ def _attention(
     for observation, length in zip(observations, lengths, strict=True):
         sizes = _argument_sizes(observation)
         for call in observation.calls:
-            if call.query_length == call.key_length == length:
+            if call.axis is not None:
+                if call.axis == "sharded" and (obstacle := _wrong_mark(call)) is not None:
+                    obstacles[obstacle] = None
+                elif call.axis == "sharded":
+                    heads.add((call.num_heads, call.num_kv_heads))
+            elif call.query_length == call.key_length == length:
                 heads.add(_heads(call, observation))
             elif call.query_length == length:
                 if call.key_length not in sizes:
@@ -289,6 +319,21 @@ def _attention(
             f"and no argument of theirs has this length"
         ] = None
     return frozenset(heads), frozenset(constant), tuple(obstacles)
+
+
+def _wrong_mark(call: AttentionCall) -> str | None:
+    """Why a call cannot be along a sharded axis."""
+    if call.query_length != call.key_length:
+        return (
+            f"attention of {call.query_length} queries to {call.key_length} keys is marked as "
+            f'along the sharded axis: mark it as "whole"'
+        )
+    if call.batch_size is None:
+        return (
+            "attention along the sharded axis has tensors of 3 dimensions: give it a dimension of "
+            "heads, (..., heads, tokens, size)"
+        )
+    return None
 
 
 def _argument_sizes(observation: BlockObservation) -> set[int]:

@@ -1,4 +1,4 @@
-"""Attention over a sequence whose tokens are spread over the ranks of a group (Ulysses).
+"""Attention over a sequence whose tokens are spread over the ranks of a group.
 
 Shape legend:
     B  samples (any leading dimensions)    H  heads (of queries)    K  heads of keys and values
@@ -6,8 +6,9 @@ Shape legend:
 
 Each rank comes with (B, H, n, D), exchanges tokens for heads, has (B, H/p, p * n, D), cuts the
 padding off, attends over the S true tokens of its heads, and exchanges back. Padding never reaches
-the kernel, so the result is exact without any mask. With 3 dimensions, (B * H, S, D), samples times
-heads are split like heads.
+the kernel, so the result is exact without any mask (Ulysses). Where the heads do not suffice for p
+ranks, ``heads.split_heads`` has fewer of them share heads, and the rest is a ring. With 3
+dimensions, (B * H, S, D), samples times heads are split like heads.
 """
 
 from __future__ import annotations
@@ -19,24 +20,14 @@ from torch import Tensor
 
 from lightning_dcp.parallel.attention_spec import AttentionSpec
 from lightning_dcp.parallel.collectives import heads_to_sequence, pad_sequence, sequence_to_heads
+from lightning_dcp.parallel.heads import HeadSplit, split_heads
 from lightning_dcp.parallel.interception_switch import no_interception
 from lightning_dcp.parallel.kernels import dot_product_attention
 from lightning_dcp.parallel.region import ShardedPass
+from lightning_dcp.parallel.ring import ring_attention
+from lightning_dcp.parallel.ring_layout import from_ring, ring_layout, to_ring
 
-__all__ = ["attend_over_ranks", "heads_reason"]
-
-
-def heads_reason(num_heads: int, num_kv_heads: int, sp_size: int) -> str | None:
-    """Why ``sp_size`` ranks cannot split these heads, or None where they can.
-
-    Keys and values with fewer heads than ranks are repeated, where their number divides that of the
-    ranks.
-    """
-    if num_heads % sp_size:
-        return f"{sp_size} does not divide the {num_heads} attention heads"
-    if num_kv_heads % sp_size and sp_size % num_kv_heads:
-        return f"{sp_size} ranks cannot share the {num_kv_heads} key/value heads"
-    return None
+__all__ = ["attend_over_ranks"]
 
 
 def attend_over_ranks(
@@ -55,7 +46,7 @@ def attend_over_ranks(
         This rank's share, (B, H, n, D).
 
     Raises:
-        ValueError: for heads that the ranks cannot share, or a mask that is not of the whole.
+        ValueError: for keys whose heads do not fit the queries', or a mask not of the whole.
     """
     group = shard.group
     if query.dim() < 3:
@@ -64,12 +55,18 @@ def attend_over_ranks(
             f"{tuple(query.shape)}"
         )
     num_heads = query.shape[-3]
-    key = _spread_heads(key, query, group.size, spec.enable_gqa)
-    value = _spread_heads(value, query, group.size, spec.enable_gqa)
-    reason = heads_reason(num_heads, key.shape[-3], group.size)
-    if reason is not None:
-        raise ValueError(f"{reason} (query {tuple(query.shape)}, key {tuple(key.shape)})")
-    own = dataclasses.replace(spec, attn_mask=_own_heads(shard, spec.attn_mask, num_heads))
+    key, value = (_broadcast(tensor, query, spec.enable_gqa) for tensor in (key, value))
+    if num_heads % key.shape[-3] or key.shape[-3] != value.shape[-3]:
+        raise ValueError(
+            f"attention of {num_heads} heads cannot share keys and values of {key.shape[-3]} and "
+            f"{value.shape[-3]} (query {tuple(query.shape)}, key {tuple(key.shape)}, value "
+            f"{tuple(value.shape)})"
+        )
+    split = split_heads(num_heads, key.shape[-3], group.size)
+    key, value = (_repeat_heads(tensor, split.ulysses) for tensor in (key, value))
+    own = dataclasses.replace(spec, attn_mask=_own_heads(shard, spec.attn_mask, num_heads, split))
+    if split.ring > 1:
+        return _attend_in_ring(shard, query, key, value, own, split)
 
     whole = heads_to_sequence([query, key, value], group)
     query, key, value = (tensor.narrow(-2, 0, shard.length) for tensor in whole)
@@ -81,19 +78,55 @@ def attend_over_ranks(
     return sequence_to_heads(out, group)
 
 
-def _spread_heads(tensor: Tensor, query: Tensor, sp_size: int, enable_gqa: bool) -> Tensor:
-    """Keys or values with the heads that ranks need: broadcast and repeated as far as that."""
-    num_heads, num_kv_heads = query.shape[-3], tensor.shape[-3]
-    if not enable_gqa:
-        lead = torch.broadcast_shapes(query.shape[:-2], tensor.shape[:-2])  # type: ignore[no-untyped-call]
-        return tensor.expand(*lead, *tensor.shape[-2:])
-    if num_kv_heads % sp_size and sp_size % num_kv_heads == 0 and num_heads % sp_size == 0:
-        # Rank i has the query heads from i * H/p on, which all belong to the key head i * K // p.
-        return tensor.repeat_interleave(sp_size // num_kv_heads, -3)
-    return tensor
+def _attend_in_ring(
+    shard: ShardedPass,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    own: AttentionSpec,
+    split: HeadSplit,
+) -> Tensor:
+    if own.is_causal and own.attn_mask is not None:
+        raise ValueError("attention with both an attn_mask and is_causal: give one of them")
+    tensors = [query, key, value]
+    device_type = query.device.type
+    if torch.is_autocast_enabled(device_type):  # as for torch's kernels, before anything is sent
+        low = torch.get_autocast_dtype(device_type)
+        tensors = [t if t.dtype == torch.float64 else t.to(low) for t in tensors]
+    # A mask with rows is usually causal in part.
+    rows = own.attn_mask is not None and own.attn_mask.dim() > 1 and own.attn_mask.shape[-2] > 1
+    layout = ring_layout(
+        shard.length,
+        shard.local_length,
+        split,
+        zigzag=own.is_causal or rows,
+        segments=own.segments,
+    )
+    query, key, value = to_ring(tensors, layout, shard.group)
+    out = ring_attention(query, key, value, own, layout, shard.group)
+    return from_ring(out, layout, shard.group)
 
 
-def _own_heads(shard: ShardedPass, mask: Tensor | None, num_heads: int) -> Tensor | None:
+def _broadcast(tensor: Tensor, query: Tensor, enable_gqa: bool) -> Tensor:
+    """Keys or values as torch would broadcast them to the queries."""
+    if enable_gqa:
+        return tensor
+    lead = torch.broadcast_shapes(query.shape[:-2], tensor.shape[:-2])  # type: ignore[no-untyped-call]
+    return tensor.expand(*lead, *tensor.shape[-2:])
+
+
+def _repeat_heads(tensor: Tensor, degree: int) -> Tensor:
+    """Keys or values with the heads that the ranks which share heads need."""
+    num_kv_heads = tensor.shape[-3]
+    if num_kv_heads % degree == 0:
+        return tensor
+    # Rank i has the query heads from i * H/u on, which all belong to the key head i * K // u.
+    return tensor.repeat_interleave(degree // num_kv_heads, -3)
+
+
+def _own_heads(
+    shard: ShardedPass, mask: Tensor | None, num_heads: int, split: HeadSplit
+) -> Tensor | None:
     """The part of a whole mask that belongs to this rank's heads."""
     if mask is None:
         return None
@@ -112,5 +145,6 @@ def _own_heads(shard: ShardedPass, mask: Tensor | None, num_heads: int) -> Tenso
             f"an attention mask of shape {tuple(mask.shape)} has {mask.shape[-3]} in its dimension "
             f"of heads, the query has {num_heads}"
         )
-    num_own = num_heads // shard.group.size
-    return mask.narrow(-3, shard.group.rank_in_group * num_own, num_own)
+    num_own = num_heads // split.ulysses
+    first = shard.group.rank_in_group % split.ulysses * num_own
+    return mask.narrow(-3, first, num_own)

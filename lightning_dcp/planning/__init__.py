@@ -16,6 +16,7 @@ numpy and scipy only; nothing here imports torch.
 from lightning_dcp.planning.buckets import Buckets, choose_edges
 from lightning_dcp.planning.candidates import Candidate, Exclusion
 from lightning_dcp.planning.cost_model import (
+    BlockCosts,
     CostModel,
     HeldOutError,
     Measurement,
@@ -32,6 +33,7 @@ from lightning_dcp.planning.static import best_static
 
 __all__ = [
     "POLICIES",
+    "BlockCosts",
     "BucketChoice",
     "Buckets",
     "Candidate",

@@ -1,11 +1,13 @@
 """What a micro-batch costs: seconds and bytes from few measured points.
 
 ``T = L (t_f + t_b) + r t_f + T_C`` and ``M = live m + L m_inp + rest + M_C`` (paper, Eq. 4-6), with
-L blocks of which r are recomputed, m the bytes a block saves for backward, m_inp its input.
+L blocks of which r are recomputed, m the bytes a block saves for backward, m_inp its input. With
+several stacks of blocks each adds such terms, and r is spent on one stack after the other.
 
 NOTE (live blocks): Eq. 6 has ``(L - r) m``. While a recomputed block runs backward, its own m
 bytes are there again, so with r = L one block is still live: ``live = max(L - r, 1)``. (For r < L
 the last, not recomputed blocks have been freed by then.) Hence r = L saves no more than r = L - 1.
+With several stacks the largest m of those recomputed as a whole is live beside what others save.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,51 +32,18 @@ from lightning_dcp.planning.fitting import (
     memory_features,
     time_features,
 )
-from lightning_dcp.planning.options import is_power_of_two
+from lightning_dcp.planning.measurement import BlockCosts, Measurement
+from lightning_dcp.planning.stack_terms import (
+    block_bytes,
+    block_seconds,
+    recompute_order,
+    recomputed,
+)
 
-__all__ = ["CostModel", "HeldOutError", "Measurement", "fit_cost_model"]
+__all__ = ["BlockCosts", "CostModel", "HeldOutError", "Measurement", "fit_cost_model"]
 
-_TIMES = ("forward_s", "backward_s", "rest_s")
-_BYTES = ("saved_bytes", "input_bytes", "rest_bytes")
 _TINY_S = 1e-12
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One measured point.
-
-    Attributes:
-        batch_size: Samples b.
-        seq_len: Padded tokens per sample s, whole (not divided by p).
-        sp_size: SP size p.
-        forward_s: Seconds of one block's forward.
-        backward_s: Seconds of one block's backward.
-        rest_s: Seconds of all that is outside the blocks, forward and backward.
-        saved_bytes: Bytes one block saves for backward on each rank, without its input.
-        input_bytes: Bytes of one block's input on each rank.
-        rest_bytes: Bytes saved outside the blocks on each rank.
-    """
-
-    batch_size: int
-    seq_len: int
-    sp_size: int
-    forward_s: float
-    backward_s: float
-    rest_s: float
-    saved_bytes: float
-    input_bytes: float
-    rest_bytes: float
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.seq_len < 1 or not is_power_of_two(self.sp_size):
-            raise ValueError(
-                "A measurement needs batch_size >= 1, seq_len >= 1 and a power of two as sp_size; "
-                f"got {self.batch_size}, {self.seq_len}, {self.sp_size}."
-            )
-        for name in _TIMES + _BYTES:
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be finite and not negative; got {value}.")
+_LEAST_RESIDUAL = -np.log(4.0)
 
 
 @dataclass(frozen=True)
@@ -101,22 +69,39 @@ class CostModel:
     numbers). An SP size that was not measured is a ValueError.
 
     Attributes:
-        num_blocks: L, the blocks that may be recomputed.
+        stack_blocks: L of each stack, the main one first.
         fixed_bytes: M_C: parameters, gradients, optimizer shard, buffers.
         step_overhead_s: Seconds per iteration outside micro-batches: reduction and optimizer.
         measurements: The measured points.
-        time_coefficients: SP size -> 3 rows (forward, backward, rest) of non-negative coefficients.
-        memory_coefficients: 3 rows (saved, input, rest) of non-negative coefficients.
+        time_coefficients: SP size -> rows of non-negative coefficients: forward, backward, rest;
+            then forward and backward of each further stack.
+        memory_coefficients: Likewise: saved, input, rest; saved and input of each further stack.
         held_out: Errors at points that were held out of the fit.
+        recompute_order: Stacks in the order in which their blocks are recomputed as r grows.
     """
 
-    num_blocks: int
+    stack_blocks: tuple[int, ...]
     fixed_bytes: int
     step_overhead_s: float
     measurements: tuple[Measurement, ...]
     time_coefficients: tuple[tuple[int, tuple[tuple[float, ...], ...]], ...]
     memory_coefficients: tuple[tuple[float, ...], ...]
     held_out: HeldOutError
+    recompute_order: tuple[int, ...] = (0,)
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """L, the blocks of all stacks, which may be recomputed."""
+        return sum(self.stack_blocks)
+
+    @cached_property
+    def _has_backward(self) -> tuple[bool, ...]:
+        # A stack that no backward reaches is not run again, checkpoint or not.
+        points = [m.stacks for m in self.measurements]
+        return tuple(
+            i == 0 or any(stacks[i].backward_s > 0 for stacks in points)
+            for i in range(len(self.stack_blocks))
+        )
 
     @property
     def sp_sizes(self) -> tuple[int, ...]:
@@ -130,24 +115,26 @@ class CostModel:
 
     @cached_property
     def _measured(self) -> dict[int, tuple[FloatArray, FloatArray, FloatArray]]:
-        # SP size -> points (m, 2), log(measured / fit) of the times (m, 3), measured bytes (m, 3)
+        # SP size -> points (m, 2), log(measured / fit) of the times (m, c), measured bytes (m, c)
         tables = {}
         for p, coefficients in self.time_coefficients:
             own = [m for m in self.measurements if m.sp_size == p]
             points = np.array([[m.batch_size, m.seq_len] for m in own], dtype=np.float64)
-            times = np.array([[getattr(m, name) for name in _TIMES] for m in own])
-            bytes_ = np.array([[getattr(m, name) for name in _BYTES] for m in own], dtype=float)
+            times = np.array([m.seconds() for m in own])
+            bytes_ = np.array([m.num_bytes() for m in own], dtype=float)
             fit = linear(time_features(points[:, 0], points[:, 1], float(p)), coefficients)
             residuals = np.log(np.maximum(times, _TINY_S) / np.maximum(fit, _TINY_S))
+            # A stack that some micro-batches do not call says nothing of those beside them.
+            residuals[:, 3:] = np.maximum(residuals[:, 3:], _LEAST_RESIDUAL)
             tables[p] = (points, residuals, bytes_)
         return tables
 
     def _predict(self, b: Any, s: Any, p: Any, *, memory: bool) -> FloatArray:
-        """(..., 3): forward, backward, rest seconds; or saved, input, rest bytes."""
+        """(..., c): forward, backward, rest, .. seconds; or saved, input, rest, .. bytes."""
         arrays = np.broadcast_arrays(*(np.asarray(a, dtype=np.float64) for a in (b, s, p)))
         shape = arrays[0].shape
         b_, s_, p_ = (np.ravel(a) for a in arrays)
-        result = np.empty((b_.size, 3))
+        result = np.empty((b_.size, 1 + 2 * len(self.stack_blocks)))
         coefficients = dict(self.time_coefficients)
         for size in np.unique(p_).tolist():
             if size not in coefficients:
@@ -164,14 +151,14 @@ class CostModel:
                 fit = linear(time_features(bs, ss, float(size)), coefficients[int(size)])
                 ratio = np.exp(interpolate_residuals(bs, ss, points, residuals))
                 result[rows] = np.maximum(fit, _TINY_S) * ratio
-        return result.reshape(*shape, 3)
+        return result.reshape(*shape, result.shape[1])
 
     def forward_s(self, b: Any, s: Any, p: Any) -> Any:
-        """Seconds of one block's forward."""
+        """Seconds of one block of the main stack's forward."""
         return self._predict(b, s, p, memory=False)[..., 0]
 
     def backward_s(self, b: Any, s: Any, p: Any) -> Any:
-        """Seconds of one block's backward."""
+        """Seconds of one block of the main stack's backward."""
         return self._predict(b, s, p, memory=False)[..., 1]
 
     def rest_s(self, b: Any, s: Any, p: Any) -> Any:
@@ -179,11 +166,11 @@ class CostModel:
         return self._predict(b, s, p, memory=False)[..., 2]
 
     def saved_bytes(self, b: Any, s: Any, p: Any) -> Any:
-        """Bytes one block saves for backward (m), never below what was measured."""
+        """Bytes one block of the main stack saves for backward (m), at least what was measured."""
         return self._predict(b, s, p, memory=True)[..., 0]
 
     def input_bytes(self, b: Any, s: Any, p: Any) -> Any:
-        """Bytes of one block's input (m_inp)."""
+        """Bytes of the input of one block of the main stack (m_inp)."""
         return self._predict(b, s, p, memory=True)[..., 1]
 
     def rest_bytes(self, b: Any, s: Any, p: Any) -> Any:
@@ -193,16 +180,17 @@ class CostModel:
     def time_s(self, b: Any, s: Any, p: Any, r: Any = 0) -> Any:
         """Seconds of a micro-batch: ``L (t_f + t_b) + r t_f + T_C`` (paper, Eq. 4-5)."""
         times = self._predict(b, s, p, memory=False)
-        forward, backward, rest = times[..., 0], times[..., 1], times[..., 2]
-        return self.num_blocks * (forward + backward) + np.asarray(r) * forward + rest
+        again = recomputed(self.stack_blocks, self.recompute_order, r)
+        again = [n * runs for n, runs in zip(again, self._has_backward, strict=True)]
+        return block_seconds(times, self.stack_blocks, again) + times[..., 2]
 
     def memory_bytes(self, b: Any, s: Any, p: Any, r: Any = 0) -> Any:
         """Peak bytes on each rank of the group (paper, Eq. 6; NOTE live blocks above), int64."""
         return self._memory(self._predict(b, s, p, memory=True), np.asarray(r))
 
     def _memory(self, bytes_: FloatArray, r: npt.NDArray[Any]) -> Any:
-        live = np.maximum(self.num_blocks - r, 1)
-        total = live * bytes_[..., 0] + self.num_blocks * bytes_[..., 1] + bytes_[..., 2]
+        again = recomputed(self.stack_blocks, self.recompute_order, r)
+        total = block_bytes(bytes_, self.stack_blocks, again) + bytes_[..., 2]
         # Clipped: absurd lengths must not wrap around.
         return np.ceil(np.minimum(total + self.fixed_bytes, 2.0**62)).astype(np.int64)
 
@@ -212,23 +200,25 @@ class CostModel:
         Algorithm 1 of the paper contradicts its Eq. 6 and is not followed.
         """
         bytes_ = self._predict(b, s, p, memory=True)
-        whole = self._memory(bytes_, np.zeros((), dtype=np.int64))
-        saved = np.maximum(bytes_[..., 0], 1e-9)
-        r = np.ceil(np.maximum(whole - limit_bytes, 0) / saved)
-        r = np.minimum(r, self.num_blocks).astype(np.int64)
-        # Rounding may put r one off in either direction.
-        r = np.where((r > 0) & (self._memory(bytes_, r - 1) <= limit_bytes), r - 1, r)
-        r = np.where(self._memory(bytes_, r) > limit_bytes, r + 1, r)
-        fits = (r <= self.num_blocks) & (self._memory(bytes_, r) <= limit_bytes)
-        return np.where(fits, r, -1)[()]
+        # Memory never rises with r: bisection over all points at once.
+        low = np.zeros(bytes_.shape[:-1], dtype=np.int64)
+        high = np.full(bytes_.shape[:-1], self.num_blocks, dtype=np.int64)
+        fits = self._memory(bytes_, high) <= limit_bytes
+        for _ in range(self.num_blocks.bit_length()):
+            middle = (low + high) // 2
+            within = self._memory(bytes_, middle) <= limit_bytes
+            high = np.where(within, middle, high)
+            low = np.where(within, low, np.minimum(middle + 1, high))
+        return np.where(fits, high, -1)[()]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {
-            "num_blocks": self.num_blocks,
+            "stack_blocks": list(self.stack_blocks),
+            "recompute_order": list(self.recompute_order),
             "fixed_bytes": self.fixed_bytes,
             "step_overhead_s": self.step_overhead_s,
-            "measurements": [dataclasses.asdict(m) for m in self.measurements],
+            "measurements": [m.to_dict() for m in self.measurements],
             "time_coefficients": [
                 [p, [list(row) for row in rows]] for p, rows in self.time_coefficients
             ],
@@ -240,10 +230,11 @@ class CostModel:
     def from_dict(cls, values: Mapping[str, Any]) -> CostModel:
         """Inverse of :meth:`to_dict`."""
         return cls(
-            num_blocks=values["num_blocks"],
+            stack_blocks=tuple(values["stack_blocks"]),
+            recompute_order=tuple(values["recompute_order"]),
             fixed_bytes=values["fixed_bytes"],
             step_overhead_s=values["step_overhead_s"],
-            measurements=tuple(Measurement(**m) for m in values["measurements"]),
+            measurements=tuple(Measurement.from_dict(m) for m in values["measurements"]),
             time_coefficients=tuple(
                 (p, tuple(tuple(row) for row in rows)) for p, rows in values["time_coefficients"]
             ),
@@ -268,64 +259,83 @@ class CostModel:
 def fit_cost_model(
     measurements: Sequence[Measurement],
     *,
-    num_blocks: int,
+    num_blocks: int | Sequence[int],
     fixed_bytes: int,
     step_overhead_s: float = 0.0,
+    order: Sequence[int] | None = None,
 ) -> CostModel:
     """Fit a cost model and measure its error on held-out points.
 
     Args:
         measurements: At least one per SP size that is to be predicted; a few (b, s) each.
-        num_blocks: L.
+        num_blocks: L; of each stack where there are several, the main one first.
         fixed_bytes: M_C, bytes that are there whatever the micro-batch.
         step_overhead_s: Seconds per iteration outside micro-batches.
+        order: Stacks in the order in which their blocks are recomputed; None: by saved bytes per
+            second recomputed.
 
     Raises:
         ValueError: No measurements, or a value out of range.
     """
     if not measurements:
         raise ValueError("A cost model needs at least one measurement; got none.")
-    if num_blocks < 1 or fixed_bytes < 0 or not step_overhead_s >= 0:
+    stack_blocks = (num_blocks,) if isinstance(num_blocks, int) else tuple(num_blocks)
+    if min(stack_blocks, default=0) < 1 or fixed_bytes < 0 or not step_overhead_s >= 0:
         raise ValueError(
             "num_blocks must be at least 1, fixed_bytes and step_overhead_s not negative; got "
             f"{num_blocks}, {fixed_bytes}, {step_overhead_s}."
         )
+    if any(len(m.stacks) != len(stack_blocks) for m in measurements):
+        raise ValueError(f"Every measurement must be of {len(stack_blocks)} stacks of blocks.")
+    if order is not None and sorted(order) != list(range(len(stack_blocks))):
+        raise ValueError(f"{tuple(order)} is no order of {len(stack_blocks)} stacks of blocks.")
     # Sorted: ranks may have gathered the points in any order.
     points = sorted(measurements, key=dataclasses.astuple)
-    model = _fit(points, num_blocks, int(fixed_bytes), float(step_overhead_s))
-    return dataclasses.replace(model, held_out=_held_out(points, num_blocks))
+    model = _fit(points, stack_blocks, int(fixed_bytes), float(step_overhead_s))
+    return dataclasses.replace(
+        model,
+        held_out=_held_out(points, stack_blocks),
+        recompute_order=model.recompute_order if order is None else tuple(order),
+    )
 
 
 def _fit(
-    points: Sequence[Measurement], num_blocks: int, fixed_bytes: int, step_overhead_s: float
+    points: Sequence[Measurement],
+    stack_blocks: tuple[int, ...],
+    fixed_bytes: int,
+    step_overhead_s: float,
 ) -> CostModel:
     b, s, p = (
         np.array([getattr(m, name) for m in points], dtype=np.float64)
         for name in ("batch_size", "seq_len", "sp_size")
     )
+    seconds = np.array([m.seconds() for m in points], dtype=np.float64)
+    num_bytes = np.array([m.num_bytes() for m in points], dtype=np.float64)
+    times, memory = time_features(b, s, p), memory_features(b, s, p)
+    if len(stack_blocks) == 1:
+        times, memory = times[:, :-1], memory[:, :-1]
 
-    def fit(features: FloatArray, name: str, rows: npt.NDArray[np.bool_]) -> tuple[float, ...]:
-        values = np.array([getattr(m, name) for m in points], dtype=np.float64)
-        return tuple(fit_nonnegative(features[rows], values[rows]).tolist())
+    def fit(
+        features: FloatArray, values: FloatArray, rows: npt.NDArray[np.bool_]
+    ) -> tuple[tuple[float, ...], ...]:
+        columns = (fit_nonnegative(features[rows], column[rows]) for column in values.T)
+        return tuple(tuple(column.tolist()) for column in columns)
 
-    times = time_features(b, s, p)
     return CostModel(
-        num_blocks=num_blocks,
+        stack_blocks=stack_blocks,
         fixed_bytes=fixed_bytes,
         step_overhead_s=step_overhead_s,
         measurements=tuple(points),
         time_coefficients=tuple(
-            (int(size), tuple(fit(times, name, p == size) for name in _TIMES))
-            for size in np.unique(p)
+            (int(size), fit(times, seconds, p == size)) for size in np.unique(p)
         ),
-        memory_coefficients=tuple(
-            fit(memory_features(b, s, p), name, np.ones(len(points), dtype=bool)) for name in _BYTES
-        ),
+        memory_coefficients=fit(memory, num_bytes, np.ones(len(points), dtype=bool)),
         held_out=HeldOutError(0, None, None, None, None),
+        recompute_order=recompute_order(points),
     )
 
 
-def _held_out(points: Sequence[Measurement], num_blocks: int) -> HeldOutError:
+def _held_out(points: Sequence[Measurement], stack_blocks: tuple[int, ...]) -> HeldOutError:
     # One by one where points are few, else eight interleaved folds: deterministic on all ranks.
     num_folds = len(points) if len(points) <= 16 else 8
     errors: list[tuple[float, float]] = []
@@ -335,10 +345,11 @@ def _held_out(points: Sequence[Measurement], num_blocks: int) -> HeldOutError:
         test = [m for i, m in enumerate(points) if i % num_folds == fold and m.sp_size in sizes]
         if not test:
             continue
-        model = _fit(train, num_blocks, 0, 0.0)
+        model = _fit(train, stack_blocks, 0, 0.0)
         for m in test:
-            time_s = num_blocks * (m.forward_s + m.backward_s) + m.rest_s
-            bytes_ = num_blocks * (m.saved_bytes + m.input_bytes) + m.rest_bytes
+            blocks = tuple(zip(stack_blocks, m.stacks, strict=True))
+            time_s = sum(n * (c.forward_s + c.backward_s) for n, c in blocks) + m.rest_s
+            bytes_ = sum(n * (c.saved_bytes + c.input_bytes) for n, c in blocks) + m.rest_bytes
             key = (m.batch_size, m.seq_len, m.sp_size)
             errors.append(
                 (

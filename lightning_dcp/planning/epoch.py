@@ -13,6 +13,7 @@ import numpy as np
 from lightning_dcp.planning.costs import Costs
 from lightning_dcp.planning.fitting import FloatArray
 from lightning_dcp.planning.lengths import IntArray
+from lightning_dcp.planning.packed import PackedCosts, PackedSums
 from lightning_dcp.planning.plan import MicroBatch, Plan
 from lightning_dcp.planning.windows import Schedule
 
@@ -29,6 +30,7 @@ class EpochPlan(Sequence[Plan]):
         epoch: Epoch, from 0.
         first_iteration: Iteration of the first plan.
         world_size: Number of ranks.
+        packing: Whether micro-batches are packed.
         offsets: (N + 1,) iteration i has micro-batches ``offsets[i]:offsets[i + 1]``.
         batch_sizes, seq_lens, num_tokens_of, sp_sizes, first_ranks, recompute_blocks, time_s,
             memory_bytes: (M,) columns, one row per micro-batch, in global order.
@@ -47,10 +49,12 @@ class EpochPlan(Sequence[Plan]):
         limit_bytes: int,
         recompute: int | None,
         first_iteration: int = 0,
+        packing: bool = False,
     ) -> None:
         self.epoch = epoch
         self.first_iteration = first_iteration
         self.world_size = world_size
+        self.packing = packing
         self.offsets: IntArray = np.array(schedule.offsets, dtype=np.int64)
         self.batch_sizes: IntArray = np.array(schedule.count, dtype=np.int64)
         self.sp_sizes: IntArray = np.array(schedule.sp_size, dtype=np.int64)
@@ -61,19 +65,24 @@ class EpochPlan(Sequence[Plan]):
         self._sample_offsets = sample_offsets
         self._ids = ids[places]
         lengths = lengths[places]
-        longest = np.maximum.reduceat(lengths, sample_offsets[:-1])
         multiple = np.lcm(self.sp_sizes, pad_multiple)
-        self.seq_lens: IntArray = -(-longest // multiple) * multiple
-        self.num_tokens_of: IntArray = np.add.reduceat(lengths, sample_offsets[:-1])
+        sums = PackedSums.of(lengths, self.batch_sizes, self.sp_sizes)
+        self.num_tokens_of: IntArray = sums.tokens
+        tokens = sums.tokens if packing else sums.longest
+        self.seq_lens: IntArray = -(-tokens // multiple) * multiple
         key = (self.batch_sizes, self.seq_lens, self.sp_sizes)
-        if recompute is None:
-            r = cost_model.min_recompute(*key, limit_bytes)
+        if packing:
+            r, seconds, num_bytes = PackedCosts(cost_model, limit_bytes, recompute).predict(sums)
         else:
-            r = np.full(self.batch_sizes.size, recompute, dtype=np.int64)
+            if recompute is None:
+                r = cost_model.min_recompute(*key, limit_bytes)
+            else:
+                r = np.full(self.batch_sizes.size, recompute, dtype=np.int64)
+            seconds, num_bytes = cost_model.time_s(*key, r), cost_model.memory_bytes(*key, r)
         assert (r >= 0).all(), "a micro-batch was planned that does not fit"
         self.recompute_blocks: IntArray = r
-        self.time_s: FloatArray = cost_model.time_s(*key, r)
-        self.memory_bytes: IntArray = cost_model.memory_bytes(*key, r)
+        self.time_s: FloatArray = seconds
+        self.memory_bytes: IntArray = num_bytes
         assert (self.memory_bytes <= limit_bytes).all(), "a micro-batch is over the memory limit"
 
     def __len__(self) -> int:
@@ -104,6 +113,7 @@ class EpochPlan(Sequence[Plan]):
                 self.memory_bytes,
             )
         ]
+        columns.append([self.packing] * (hi - lo))
         return Plan(
             epoch=self.epoch,
             iteration=self.first_iteration + iteration,
@@ -167,6 +177,8 @@ class EpochPlan(Sequence[Plan]):
     @property
     def padding_share(self) -> float:
         """Share of the padded tokens that is padding."""
+        if self.packing:
+            return 0.0
         return 1.0 - self.num_tokens / int((self.batch_sizes * self.seq_lens).sum())
 
     def digest(self) -> str:
@@ -174,6 +186,8 @@ class EpochPlan(Sequence[Plan]):
         name = f"{self.epoch}/{self.world_size}"
         if self.first_iteration:
             name += f"/{self.first_iteration}"
+        if self.packing:
+            name += "/packed"
         digest = hashlib.sha256(name.encode())
         for column in (
             self.offsets,

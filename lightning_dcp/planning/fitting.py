@@ -31,28 +31,46 @@ _RANGE_OCTAVES = 2.0
 def time_features(
     batch_size: FloatArray, seq_len: FloatArray, sp_size: FloatArray | float
 ) -> FloatArray:
-    """(n, 3): attention ``b s^2 / p``, everything linear in the tokens ``b s / p``, a constant.
+    """(n, 4): attention ``b s^2 / p``, all that is linear in the tokens ``b s / p``, 1, ``b / p``.
 
     The communication of SP is linear in ``b s / p`` too; since a fit is made per SP size, it has
-    its own coefficient for each.
+    its own coefficient for each. The last is for stacks of blocks that see as many tokens of every
+    sample (patches of an image), and is fitted where there are several stacks.
     """
+    seq_len = _shared_length(seq_len, sp_size)
     tokens = batch_size * seq_len / sp_size
-    return np.stack([tokens * seq_len, tokens, np.ones_like(tokens)], axis=-1)
+    per_sample = batch_size / sp_size + np.zeros_like(tokens)
+    return np.stack([tokens * seq_len, tokens, np.ones_like(tokens), per_sample], axis=-1)
 
 
 def memory_features(
     batch_size: FloatArray, seq_len: FloatArray, sp_size: FloatArray | float
 ) -> FloatArray:
-    """(n, 6): ``1, b, b s`` (whole), ``b s / p, b s^2 / p`` (shared), ``b s^2`` at p = 1 only.
+    """(n, 7): ``1, b, b s``; shared ``b s / p, b s^2 / p``; ``b s^2`` at p = 1 only; ``b / p``.
 
-    The last is for attention that keeps its weights where the sequence is whole, such as
+    The last but one is for attention that keeps its weights where the sequence is whole, such as
     ``nn.MultiheadAttention`` with ``need_weights=True``, and does without where it is shared.
     """
+    seq_len = _shared_length(seq_len, sp_size)
     tokens = batch_size * seq_len
     shared = tokens / sp_size
     whole = np.where(np.asarray(sp_size) == 1, tokens * seq_len, 0.0)
-    columns = [np.ones_like(tokens), batch_size, tokens, shared, shared * seq_len, whole]
+    per_sample = batch_size / sp_size + np.zeros_like(tokens)
+    columns = [
+        np.ones_like(tokens),
+        batch_size,
+        tokens,
+        shared,
+        shared * seq_len,
+        whole,
+        per_sample,
+    ]
     return np.stack(columns, axis=-1)
+
+
+def _shared_length(seq_len: FloatArray, sp_size: FloatArray | float) -> FloatArray:
+    """Shorter samples cost what two tokens per rank do: those that share one have no fewer."""
+    return np.where(np.asarray(sp_size) == 1, seq_len, np.maximum(seq_len, 2 * np.asarray(sp_size)))
 
 
 def fit_nonnegative(features: FloatArray, values: FloatArray) -> FloatArray:

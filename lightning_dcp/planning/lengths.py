@@ -22,7 +22,8 @@ def as_lengths(
 
     Args:
         values: One length per sample: a sequence, an array, or anything iterable. Floats are
-            accepted where they are whole numbers.
+            accepted where they are whole numbers. Or a pair of each, (frames, patches of a frame)
+            say, whose product is the number of tokens: an array (n, 2) or a list of tuples.
         num_samples: Number of samples in the dataset; None skips the comparison.
         name: What the lengths belong to, for messages.
 
@@ -37,6 +38,7 @@ def as_lengths(
             f"{type(values).__name__} {values!r:.40}. {_HINT}"
         )
     raw = values if isinstance(values, (np.ndarray, list, tuple)) else list(_plain(values))
+    raw = _products(raw)
     array = _as_array(raw, name)
     if array.size == 0:
         raise ValueError(
@@ -58,6 +60,19 @@ def as_lengths(
     result = np.array(array, dtype=np.int64)
     result.setflags(write=False)
     return result
+
+
+def _products(raw: Any) -> Any:
+    """Numbers of tokens of samples with two axes: (n, 2) -> (n,); anything else as it is."""
+    if isinstance(raw, np.ndarray):
+        is_pairs = raw.ndim == 2 and raw.shape[1] == 2
+    else:
+        is_pairs = len(raw) > 0 and all(isinstance(v, (tuple, list)) and len(v) == 2 for v in raw)
+    if not is_pairs:
+        return raw
+    pairs = np.asarray(raw)
+    # Two negative numbers would make a positive one.
+    return np.where((pairs < 1).any(axis=1), pairs.min(axis=1), pairs[:, 0] * pairs[:, 1])
 
 
 def _plain(values: Iterable[Any]) -> Iterable[Any]:

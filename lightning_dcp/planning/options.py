@@ -53,6 +53,7 @@ class PlanningOptions:
         max_batch_size: Upper limit for the samples in one micro-batch.
         memory_limit_bytes: Bytes one rank may use; default is what the device has.
         on_too_long: What to do with a sample that fits no candidate.
+        packing: Micro-batches are packed: one sequence of all samples, without padding.
         seed: Seed of the sample order; default is the one Lightning was seeded with.
 
     Raises:
@@ -71,6 +72,7 @@ class PlanningOptions:
     max_batch_size: int | None = None
     memory_limit_bytes: int | None = None
     on_too_long: OnTooLong = "error"
+    packing: bool = False
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -95,6 +97,11 @@ class PlanningOptions:
                 'tokens_per_step has no effect with policy "global-batch", whose steps take what '
                 "they take under DDP: batch_size samples per rank. Leave it out, or use "
                 '"dcp-intra".'
+            )
+        if self.packing and self.pad_multiple > 1:
+            raise ValueError(
+                f"pad_multiple={self.pad_multiple} has no meaning with packing=True, which does "
+                "without padding. Leave one of them out."
             )
         if self.on_too_long not in get_args(OnTooLong):
             raise ValueError(

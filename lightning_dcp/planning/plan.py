@@ -47,13 +47,15 @@ class MicroBatch:
 
     Attributes:
         sample_ids: Dataset indices of the samples.
-        seq_len: Tokens each sample is padded to; a multiple of ``sp_size``.
+        seq_len: Tokens each sample is padded to; of a packed micro-batch the tokens of its one
+            sequence. A multiple of ``sp_size``.
         num_tokens: Sum of the real lengths, without padding.
         first_rank: First rank of the group; a multiple of ``sp_size``.
         sp_size: Number of ranks that share the sequence (a power of two).
         recompute_blocks: How many of the model's blocks are recomputed, the first ones.
         est_time_s: Predicted seconds.
         est_bytes: Predicted peak bytes on each rank of the group.
+        packed: Whether the samples are put one after the other, without padding.
     """
 
     sample_ids: tuple[int, ...]
@@ -64,6 +66,7 @@ class MicroBatch:
     recompute_blocks: int
     est_time_s: float
     est_bytes: int
+    packed: bool = False
 
     def __post_init__(self) -> None:
         if not is_power_of_two(self.sp_size):
@@ -88,6 +91,11 @@ class MicroBatch:
                 f"num_tokens must lie between the {len(self.sample_ids)} samples and the "
                 f"{self.padded_tokens} padded tokens; got {self.num_tokens}."
             )
+        if self.packed and not 0 <= self.seq_len - self.num_tokens < self.sp_size:
+            raise ValueError(
+                f"seq_len of a packed micro-batch must be its {self.num_tokens} tokens, rounded up "
+                f"to a multiple of {self.sp_size}; got {self.seq_len}."
+            )
         if self.recompute_blocks < 0 or self.est_bytes < 0:
             raise ValueError(
                 "recompute_blocks and est_bytes must not be negative; got "
@@ -108,11 +116,14 @@ class MicroBatch:
 
     @property
     def padded_tokens(self) -> int:
-        """Tokens with padding, ``b * seq_len``."""
+        """Tokens with padding, ``b * seq_len``; packed there is none."""
+        if self.packed:
+            return self.num_tokens
         return len(self.sample_ids) * self.seq_len
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
+        packed = {"packed": True} if self.packed else {}
         return {
             "sample_ids": list(self.sample_ids),
             "seq_len": self.seq_len,
@@ -122,6 +133,7 @@ class MicroBatch:
             "recompute_blocks": self.recompute_blocks,
             "est_time_s": self.est_time_s,
             "est_bytes": self.est_bytes,
+            **packed,
         }
 
     @classmethod

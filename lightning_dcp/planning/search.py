@@ -23,8 +23,10 @@ from lightning_dcp.planning.feasible import format_bytes
 from lightning_dcp.planning.lengths import IntArray
 from lightning_dcp.planning.makespan import StepScheduler
 from lightning_dcp.planning.options import PlanningOptions
+from lightning_dcp.planning.packed import PackedCosts, join_micro_batches
 from lightning_dcp.planning.static_schedule import StaticRule, schedule_static
 from lightning_dcp.planning.windows import (
+    Schedule,
     lead_samples,
     schedule_elastic,
     schedule_windows,
@@ -251,6 +253,8 @@ class Problem:
                     num_iterations=num_iterations,
                     lead=lead_samples(self.lengths.size),
                 )
+        if self.options.packing and self.options.min_accumulation == 1:
+            schedule = self._joined(schedule, lengths, configuration)
         return EpochPlan(
             epoch=epoch,
             world_size=self.world_size,
@@ -262,6 +266,22 @@ class Problem:
             limit_bytes=self.limit_bytes,
             recompute=configuration.recompute,
             first_iteration=first_iteration,
+            packing=self.options.packing,
+        )
+
+    def _joined(
+        self, schedule: Schedule, lengths: IntArray, configuration: Configuration
+    ) -> Schedule:
+        """Packed micro-batches may mix lengths, but for the static ones of a bucket."""
+        rule = configuration.static
+        if rule is not None and not rule.token_budget:
+            return schedule
+        return join_micro_batches(
+            schedule,
+            lengths,
+            PackedCosts(self.costs, self.limit_bytes, configuration.recompute),
+            most_samples=self.options.max_batch_size,
+            most_tokens=None if rule is None else rule.token_budget,
         )
 
     def quickest(
@@ -292,6 +312,8 @@ class Problem:
     ) -> float:
         """Seconds that no static plan of the samples of ``order`` can be below."""
         assert configuration.static is not None
+        if self.options.packing:  # samples share fixed costs with any others
+            return 0.0
         grid = self.grid(configuration.recompute, configuration.static)
         shorter = np.maximum(
             np.searchsorted(grid.lengths, self.lengths[order], side="right") - 1, 0

@@ -21,7 +21,7 @@ import platformdirs
 from lightning_dcp.profiling.cost_profile import CostProfile
 
 ENVIRONMENT_VARIABLE = "LIGHTNING_DCP_CACHE"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _LOCK_TIMEOUT_S = 10.0
 
 

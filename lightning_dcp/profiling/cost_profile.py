@@ -33,22 +33,43 @@ class SkippedTrial:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfiledStack:
+    """What is known of one of the model's stacks of blocks.
+
+    Attributes:
+        path: Dotted name of the container of its blocks.
+        num_blocks: How many blocks it has.
+        signature: JSON of its block signature, or ``None`` where nothing of it is split.
+        whole_at: SP size to the reason why each rank runs the stack whole there, although its
+            signature would let it be split.
+    """
+
+    path: str
+    num_blocks: int
+    signature: str | None = None
+    whole_at: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class CostProfile:
     """Measured seconds and bytes of one model on one machine, identical on all ranks.
 
     Attributes:
         measurements: Measured points; several may share ``(batch_size, seq_len, sp_size)``.
-        num_blocks: Number of repeated blocks ``L`` of the whole model.
+        num_blocks: Number of repeated blocks ``L`` of the whole model, of all its stacks.
         fixed_bytes: ``M_C`` of the paper's Eq. 6, per rank: parameters, gradients, optimizer
             shard and buffers.
         step_overhead_s: Seconds per iteration that no micro-batch accounts for.
-        signature: JSON of the learned block signature (which argument is split along which
+        signature: JSON of the main stack's block signature (which argument is split along which
             dimension), or ``None`` where nothing was split.
         attention_heads: Pairs (query heads, key and value heads) seen inside the blocks.
         sp_size_exclusions: SP sizes that must not be used, each with a reason for the user.
         fingerprint: Of everything the numbers depend on; see :mod:`.fingerprint`.
         skipped: Trials that were left out, each with its reason.
         duration_s: Seconds that profiling took.
+        stacks: Each stack of blocks, the main one first, in the order in which measurements have
+            them. May be left out where there is only one.
+        recompute_order: Stacks in the order in which their blocks are recomputed as r grows.
     """
 
     measurements: tuple[Measurement, ...]
@@ -61,12 +82,16 @@ class CostProfile:
     fingerprint: str = ""
     skipped: tuple[SkippedTrial, ...] = ()
     duration_s: float = 0.0
+    stacks: tuple[ProfiledStack, ...] = ()
+    recompute_order: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
         if not self.measurements:
             raise ValueError("A cost profile needs at least one measured point.")
         if self.num_blocks < 1:
             raise ValueError(f"num_blocks={self.num_blocks}: a model has at least one block.")
+        if self.stacks and sum(stack.num_blocks for stack in self.stacks) != self.num_blocks:
+            raise ValueError(f"num_blocks={self.num_blocks} is not the sum over all stacks.")
         if self.fixed_bytes < 0:
             raise ValueError(f"fixed_bytes={self.fixed_bytes}: must not be negative.")
         excluded_but_measured = self.sp_size_exclusions.keys() & {
@@ -81,17 +106,19 @@ class CostProfile:
         """Fit the cost model to the measured points, with its held-out error."""
         return fit_cost_model(
             self.measurements,
-            num_blocks=self.num_blocks,
+            num_blocks=[stack.num_blocks for stack in self.stacks] or self.num_blocks,
             fixed_bytes=self.fixed_bytes,
             step_overhead_s=self.step_overhead_s,
+            order=self.recompute_order,
         )
 
     def to_json(self) -> str:
         """Canonical JSON text: equal profiles give equal texts."""
         content = dataclasses.asdict(self)
-        content["sp_size_exclusions"] = {
-            str(sp_size): reason for sp_size, reason in sorted(self.sp_size_exclusions.items())
-        }
+        content["measurements"] = [measurement.to_dict() for measurement in self.measurements]
+        content["sp_size_exclusions"] = _with_text_keys(self.sp_size_exclusions)
+        for stack in content["stacks"]:
+            stack["whole_at"] = _with_text_keys(stack["whole_at"])
         return json.dumps(content, sort_keys=True, allow_nan=False)
 
     @classmethod
@@ -117,13 +144,24 @@ class CostProfile:
             raise ValueError(f"This is no cost profile: {error}") from error
 
 
+def _with_text_keys(reasons: Mapping[int, str]) -> dict[str, str]:
+    return {str(sp_size): reason for sp_size, reason in sorted(reasons.items())}
+
+
+def _reasons(content: Mapping[str, str]) -> dict[int, str]:
+    return {int(sp_size): str(reason) for sp_size, reason in content.items()}
+
+
 def _typed(content: dict[str, Any]) -> dict[str, Any]:
     """JSON's lists and string keys as the types of the fields."""
     return content | {
-        "measurements": tuple(Measurement(**entry) for entry in content["measurements"]),
+        "measurements": tuple(Measurement.from_dict(m) for m in content["measurements"]),
         "attention_heads": tuple((int(q), int(kv)) for q, kv in content["attention_heads"]),
-        "sp_size_exclusions": {
-            int(sp_size): str(reason) for sp_size, reason in content["sp_size_exclusions"].items()
-        },
+        "sp_size_exclusions": _reasons(content["sp_size_exclusions"]),
         "skipped": tuple(SkippedTrial(**entry) for entry in content["skipped"]),
+        "stacks": tuple(
+            ProfiledStack(**(entry | {"whole_at": _reasons(entry["whole_at"])}))
+            for entry in content["stacks"]
+        ),
+        "recompute_order": tuple(int(i) for i in content["recompute_order"]),
     }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,12 @@ from lightning_dcp.parallel.topology import SPGroup, Topology
 from lightning_dcp.planning.evaluation_memory import EvaluationMemory, MeasuredBytes, fit_bytes
 from lightning_dcp.planning.lengths import IntArray
 from lightning_dcp.profiling.live_bytes import peak_bytes
-from lightning_dcp.profiling.sharding_check import check_sharding, length_to_check
+from lightning_dcp.profiling.sharding_check import (
+    ShardingMismatch,
+    check_sharding,
+    length_to_check,
+)
+from lightning_dcp.profiling.stack_check import check_stacks
 from lightning_dcp.profiling.trial import RNG_KEY, Gather, Step, is_out_of_memory
 
 __all__ = ["EvaluationProbe", "ProbeFailed", "trial_lengths"]
@@ -160,7 +166,8 @@ class EvaluationProbe:
             device=self.device,
         )
         try:
-            return check_sharding(
+            check = partial(
+                check_sharding,
                 checked,
                 sp_sizes=sp_sizes,
                 batch_size=min(2, len(lengths)),
@@ -168,6 +175,9 @@ class EvaluationProbe:
                 compute_dtype=compute_dtype,
                 gather=self.gather,
             )
+            return check_stacks(check, checked, sp_sizes)
+        except ShardingMismatch as error:
+            return dict.fromkeys(sp_sizes, str(error))
         except Exception as error:  # noqa: BLE001 - the unsharded run, which all ranks do alike
             return dict.fromkeys(sp_sizes, f"it could not be checked: {error}")
 

@@ -24,7 +24,7 @@ from torch import nn
 from lightning_dcp.profiling.options import ProfilingOptions
 
 # Part of every key: raise it when the meaning of a measured number changes.
-MEASUREMENT_VERSION = 2
+MEASUREMENT_VERSION = 3
 _LIBRARIES = ("torch", "lightning_dcp", "lightning", "flash-attn")
 
 
@@ -100,7 +100,6 @@ def profile_fingerprint(
             {
                 "budget_s": options.budget_s,
                 "lengths": options.lengths,
-                "check_sharding": options.check_sharding,
                 "repeats": options.repeats,
             },
             sort_keys=True,

@@ -63,24 +63,38 @@ def choose_lengths(
     return tuple(sorted(chosen))
 
 
+def is_shared(length: int, sp_size: int) -> bool:
+    """Whether ranks have two tokens each, the least that they are given, without padding."""
+    return sp_size == 1 or length >= 2 * sp_size
+
+
 def mandatory_trials(
     lengths: Sequence[int], sp_sizes: Sequence[int], num_samples: int
 ) -> tuple[Trial, ...]:
-    """Those without which no fit exists: 1 and 2 samples of the shortest lengths (at least p)."""
+    """Those without which no fit exists: 1 and 2 samples of three of the lengths that are shared.
+
+    The shortest, and others up to the middle of the grid: neighbours at its low end differ by
+    noise, and where time allows nothing else, longer samples would seem to cost nothing.
+    """
     return tuple(
         Trial(batch_size, length, sp_size)
         for sp_size in sp_sizes
-        for length in [length for length in lengths if length >= sp_size][:MIN_LENGTHS]
+        for length in _up_to_the_middle([n for n in lengths if is_shared(n, sp_size)])
         for batch_size in range(1, MIN_BATCH_SIZES + 1)
         if batch_size <= num_samples
     )
+
+
+def _up_to_the_middle(lengths: Sequence[int]) -> list[int]:
+    step = max(1, len(lengths) // (2 * (MIN_LENGTHS - 1)))
+    return list(lengths[::step][:MIN_LENGTHS])
 
 
 def climb(lengths: Sequence[int], sp_sizes: Sequence[int]) -> Iterator[Trial]:
     """Upward in length with one sample: long sequences decide about quadratic terms."""
     for length in lengths:
         for sp_size in sp_sizes:
-            if sp_size <= length:
+            if is_shared(length, sp_size):
                 yield Trial(1, length, sp_size)
 
 
@@ -101,7 +115,7 @@ def widen(measured: Sequence[int], sp_sizes: Sequence[int], num_samples: int) ->
     for turn_pairs in rounds:
         for length, batch_size in turn_pairs:
             for sp_size in sp_sizes:
-                if sp_size <= length:
+                if is_shared(length, sp_size):
                     yield Trial(batch_size, length, sp_size)
 
 
@@ -134,14 +148,40 @@ def true_sizes(
     Returns:
         ``(batch_size, seq_len)`` of each trial.
     """
-    lengths = [trial.seq_len for trial, _ in trials]
-    if sequence_dim is not None:
-        seen = [shape[sequence_dim] for _, shape in trials]
-        ratio = float(np.median([n / length for n, length in zip(seen, lengths, strict=True)]))
-        if 1 / _SAME_LENGTH <= ratio <= _SAME_LENGTH:
-            lengths = seen
+    lengths = seen_lengths(trials, sequence_dim) or [trial.seq_len for trial, _ in trials]
     sizes = [trial.batch_size if batch_dim is None else shape[batch_dim] for trial, shape in trials]
     return list(zip(sizes, lengths, strict=True))
+
+
+def packed_sizes(
+    trials: Sequence[tuple[Trial, tuple[int, ...]]], sequence_dim: int | None
+) -> list[tuple[int, int]]:
+    """The same where b samples of one length are packed into one sequence."""
+    asked = [(trial.batch_size, trial.seq_len) for trial, _ in trials]
+    if sequence_dim is None:
+        return asked
+    tokens = [shape[sequence_dim] for _, shape in trials]
+    if any(n % trial.batch_size for n, (trial, _) in zip(tokens, trials, strict=True)):
+        return asked
+    alone = [
+        (trial, (n // trial.batch_size,)) for n, (trial, _) in zip(tokens, trials, strict=True)
+    ]
+    lengths = seen_lengths(alone, 0) or [trial.seq_len for trial, _ in trials]
+    return [(trial.batch_size, n) for n, (trial, _) in zip(lengths, trials, strict=True)]
+
+
+def seen_lengths(
+    trials: Sequence[tuple[Trial, tuple[int, ...]]], sequence_dim: int | None
+) -> list[int] | None:
+    """Tokens that the blocks saw in each trial, if that is about as many as were asked for."""
+    if sequence_dim is None:
+        return None
+    seen = [shape[sequence_dim] for _, shape in trials]
+    added = {n - trial.seq_len for n, (trial, _) in zip(seen, trials, strict=True)}
+    if len(added) == 1 and len(set(seen)) > 1:
+        return None  # tokens that every sample has besides its own, such as those of an image
+    ratio = float(np.median([n / t.seq_len for n, (t, _) in zip(seen, trials, strict=True)]))
+    return seen if 1 / _SAME_LENGTH <= ratio <= _SAME_LENGTH else None
 
 
 def _power_of_two(number: int) -> int:

@@ -17,16 +17,13 @@ class ProfilingOptions:
     """Options of the dual-layer cost profile (paper §3.5).
 
     Args:
-        budget_s: Seconds that the whole profile may take, check of the sharding included. The
+        budget_s: Seconds that the whole profile may take, self-check included. The
             few short trials without which no fit exists run in any case.
         cache: Whether to read and write the profile in the cache directory.
         cache_dir: Where profiles are cached; ``None`` takes the environment variable
             ``LIGHTNING_DCP_CACHE`` or else the user's cache directory.
         lengths: Sequence lengths to measure at, in tokens, instead of those chosen from the
             data set. They are measured in ascending order while the budget lasts.
-        check_sharding: Whether to compare the model's outputs for ``p > 1`` with those for
-            ``p = 1`` before any ``p > 1`` is used. It catches models that mix positions outside
-            attention, e.g. by a convolution.
         repeats: Timed passes of each cheap trial; their median counts. Trials that take a
             noticeable part of the budget run once.
 
@@ -38,7 +35,6 @@ class ProfilingOptions:
     cache: bool = True
     cache_dir: str | None = None
     lengths: tuple[int, ...] | None = None
-    check_sharding: bool = True
     repeats: int = 5
 
     def __post_init__(self) -> None:

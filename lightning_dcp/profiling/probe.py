@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,13 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_dcp.profiling.clock import clock_of
 from lightning_dcp.profiling.meter import Meter
+from lightning_dcp.profiling.records import (
+    BlockRecord,
+    Call,
+    StackCosts,
+    StackRecord,
+    check_ran,
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class StepCosts:
             (CUDA, where it includes temporary memory).
         input_shape: Shape of the stack's whole, not yet sliced input.
         dtype: The coarsest of the input's type and autocast's.
+        others: Those of the model's other stacks; the fields above are the main one's.
     """
 
     total_s: float
@@ -53,45 +61,28 @@ class StepCosts:
     rest_bytes: float | None
     input_shape: tuple[int, ...]
     dtype: str
-
-
-@dataclass
-class _Call:
-    """One call of a block: its moments, in a clock's own unit, and its bytes."""
-
-    forward_start: Any = None
-    forward_end: Any = None
-    backward_start: Any = None
-    backward_end: Any = None
-    input_storages: dict[int, int] = field(default_factory=dict)
-    output_storages: dict[int, int] = field(default_factory=dict)
-    allocated_bytes: int = 0
-    # Inputs and outputs, while bytes are counted on a CPU: the address of a freed one may come back
-    # as another's.
-    kept: list[torch.Tensor] = field(default_factory=list)
-
-
-@dataclass
-class _BlockRecord:
-    """All calls of a block in one step; most steps call each block once."""
-
-    calls: list[_Call] = field(default_factory=list)
-    last_parameter: Any = None
+    others: tuple[StackCosts, ...] = ()
 
     @property
-    def input_storages(self) -> dict[int, int]:
-        return {key: size for call in self.calls for key, size in call.input_storages.items()}
-
-    @property
-    def output_storages(self) -> dict[int, int]:
-        return {key: size for call in self.calls for key, size in call.output_storages.items()}
+    def stacks(self) -> tuple[StackCosts, ...]:
+        """Those of all stacks, the main one first."""
+        main = StackCosts(
+            self.forward_s,
+            self.backward_s,
+            self.saved_bytes,
+            self.input_bytes,
+            self.input_shape,
+        )
+        return (main, *self.others)
 
 
 class StepProbe:
     """Measure one forward and backward pass; use once, as a context manager around both.
 
     Args:
-        meters: Of the blocks that run: the last is measured, those before it warm up.
+        meters: Of the main stack's blocks that run: the last is measured, those before it warm up.
+        others: Likewise of the model's other stacks. A stack that the step does not call, or that
+            the backward does not reach, costs nothing, as long as there is another.
         module: The model. Its parameters and buffers do not count as saved bytes: they are there
             anyway.
         device: Where it runs.
@@ -103,22 +94,27 @@ class StepProbe:
         self,
         meters: Sequence[Meter],
         *,
+        others: Sequence[Sequence[Meter]] = (),
         module: nn.Module,
         device: torch.device,
         count_bytes: bool,
     ) -> None:
-        self._meters = tuple(meters)
+        groups = (tuple(meters), *(tuple(other) for other in others))
+        self._meters = tuple(meter for group in groups for meter in group)
         self._module = module
         self._device = device
         self._on_cuda = device.type == "cuda"
         self._clock = clock_of(device)
         self._count_bytes = count_bytes
         self._counts_on_host = count_bytes and not self._on_cuda
-        self._records = tuple(_BlockRecord() for _ in self._meters)
+        self._records = tuple(BlockRecord() for _ in self._meters)
+        starts = [sum(len(group) for group in groups[:i]) for i in range(len(groups))]
+        self._stacks = tuple(
+            StackRecord(self._records[start : start + len(group)], start)
+            for start, group in zip(starts, groups, strict=True)
+        )
         self._running: int | None = None  # index of the block whose forward runs
         self._saved: dict[int | None, dict[int, int]] = {}  # by that index: storage -> bytes
-        self._input_shape: tuple[int, ...] = ()
-        self._dtype = torch.float64
         self._allocated_at_start = 0
         self._peak_bytes = 0
         self._exit = ExitStack()
@@ -154,30 +150,40 @@ class StepProbe:
         Raises:
             RuntimeError: If the blocks did not run, or nothing went backward through them.
         """
+        check_ran(self._stacks)
         total = self._clock.seconds(self._start, self._end)
-        forward = [self._forward_s(record) for record in self._records]
-        backward = [self._backward_s(record) for record in self._records]
-        saved = inputs = rest = None
+        forward = [stack.forward_s(self._clock) for stack in self._stacks]
+        backward = [stack.backward_s(self._clock) for stack in self._stacks]
+        counted: list[tuple[float | None, float | None]] = [(None, None)] * len(self._stacks)
+        rest = None
         if self._count_bytes:
-            saved, inputs, rest = self._bytes_on_cuda() if self._on_cuda else self._bytes()
+            counted, rest = self._bytes_on_cuda() if self._on_cuda else self._bytes()
+        main, *others = (
+            StackCosts(f[-1], b[-1], *bytes_, stack.input_shape)
+            for f, b, bytes_, stack in zip(forward, backward, counted, self._stacks, strict=True)
+        )
+        dtype = max((stack.dtype for stack in self._stacks), key=lambda d: torch.finfo(d).eps)
         return StepCosts(
             total_s=total,
-            forward_s=forward[-1],
-            backward_s=backward[-1],
-            rest_s=max(0.0, total - sum(forward) - sum(backward)),
-            saved_bytes=saved,
-            input_bytes=inputs,
+            forward_s=main.forward_s,
+            backward_s=main.backward_s,
+            rest_s=max(0.0, total - sum(map(sum, forward)) - sum(map(sum, backward))),
+            saved_bytes=main.saved_bytes,
+            input_bytes=main.input_bytes,
             rest_bytes=rest,
-            input_shape=self._input_shape,
-            dtype=str(self._dtype).removeprefix("torch."),
+            input_shape=main.input_shape,
+            dtype=str(dtype).removeprefix("torch."),
+            others=tuple(others),
         )
 
     def _attach(self, stack: ExitStack) -> None:
         # Around the whole module call, so outside of what the runtime does: the input is whole.
-        whole = self._meters[0].block.register_forward_pre_hook(
-            self._whole_input, prepend=True, with_kwargs=True
-        )
-        stack.callback(whole.remove)
+        for record_of_stack in self._stacks:
+            first_block = self._meters[record_of_stack.first_index].block
+            whole = first_block.register_forward_pre_hook(
+                partial(self._whole_input, record_of_stack), prepend=True, with_kwargs=True
+            )
+            stack.callback(whole.remove)
         for index, (meter, record) in enumerate(zip(self._meters, self._records, strict=True)):
             stack.enter_context(meter.reporting_to(self, index))
             # Where the input needs no gradient, as with frozen embeddings, the block's backward
@@ -188,16 +194,19 @@ class StepProbe:
                     hook = parameter.register_post_accumulate_grad_hook(done)  # type: ignore[no-untyped-call]
                     stack.callback(hook.remove)
 
-    def _whole_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    @staticmethod
+    def _whole_input(
+        stack: StackRecord, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         hidden = hidden_states((args, kwargs))
         if hidden is not None:
-            self._input_shape = tuple(hidden.shape)
-            self._dtype = _coarsest(hidden)
+            stack.input_shape = tuple(hidden.shape)
+            stack.dtype = _coarsest(hidden)
 
-    def before(self, index: int, arguments: object) -> _Call:
+    def before(self, index: int, arguments: object) -> Call:
         """A meter's: a block begins."""
         inputs = self._inputs_of(index, arguments)
-        call = _Call(input_storages=_storages(inputs))
+        call = Call(input_storages=_storages(inputs))
         self._records[index].calls.append(call)
 
         def complete(_: torch.Tensor) -> None:
@@ -214,7 +223,7 @@ class StepProbe:
         call.forward_start = self._clock.mark()
         return call
 
-    def after(self, call: _Call, output: object) -> None:
+    def after(self, call: Call, output: object) -> None:
         """A meter's: the block that began ``call`` ends."""
         call.forward_end = self._clock.mark()
         self._running = None
@@ -233,13 +242,13 @@ class StepProbe:
         if self._counts_on_host:
             call.kept.extend(outputs)
 
-    def _parameter_done(self, record: _BlockRecord, _: torch.Tensor) -> None:
+    def _parameter_done(self, record: BlockRecord, _: torch.Tensor) -> None:
         record.last_parameter = self._clock.mark()
 
     def _inputs_of(self, index: int, arguments: object) -> list[torch.Tensor]:
         """The block's own inputs: what the block before it gave, not what all blocks share."""
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-        if index > 0:
+        if all(stack.first_index != index for stack in self._stacks):
             previous = self._records[index - 1].output_storages
             handed_on = [tensor for tensor in tensors if _storages([tensor]).keys() & previous]
             if handed_on:
@@ -247,77 +256,55 @@ class StepProbe:
         hidden = hidden_states(arguments)
         return [] if hidden is None else [hidden]
 
-    def _forward_s(self, record: _BlockRecord) -> float:
-        calls = [call for call in record.calls if call.forward_end is not None]
-        if not calls:
-            raise RuntimeError(
-                "A repeated block was not called by the training step, so that its cost cannot be "
-                "measured. Name the blocks that the step uses (`blocks`)."
-            )
-        return sum(self._clock.seconds(call.forward_start, call.forward_end) for call in calls)
-
-    def _backward_s(self, record: _BlockRecord) -> float:
-        calls = [call for call in record.calls if call.backward_start is not None]
-        if not calls:
-            raise RuntimeError(
-                "The loss does not depend on the output of a repeated block, so that its backward "
-                "cannot be measured. Name the blocks that the loss depends on (`blocks`)."
-            )
-        spans = (
-            (call.backward_start, call.backward_end or record.last_parameter or call.backward_start)
-            for call in calls
-        )
-        return sum(self._clock.seconds(start, end) for start, end in spans)
-
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout == torch.strided and tensor.device.type == self._device.type:
             self._saved.setdefault(self._running, {}).update(_storages([tensor]))
         # Not the tensor itself: autograd would hold its own output in a cycle.
         return tensor.detach()
 
-    def _bytes(self) -> tuple[float, float, float]:
-        """Saved by the measured block, its input, and saved by the rest of the step."""
+    def _bytes(self) -> tuple[list[tuple[float | None, float | None]], float]:
+        """Saved by each measured block, its input; and saved by the rest of the step."""
         tensors = [*self._module.parameters(), *self._module.buffers()]
         apart = {pointer for tensor in tensors for pointer in _storages([tensor])}
         inputs: dict[int, int] = {}
         for record in self._records:
             inputs |= record.input_storages
-        measured = self._records[-1]
-        outside = self._saved.get(None, {})
+        rest = dict(self._saved.get(None, {}))
+        outside = rest.keys() | set()
+        counted: list[tuple[float | None, float | None]] = []
+        for stack in self._stacks:
+            own, shared = self._saved_by(stack, apart | inputs.keys() | outside)
+            counted.append((own, float(sum(stack.measured.input_storages.values()))))
+            rest |= shared
+        num_bytes = (n for at, n in rest.items() if at not in apart and at not in inputs)
+        return counted, float(sum(num_bytes))
+
+    def _saved_by(self, stack: StackRecord, apart: set[int]) -> tuple[float, dict[int, int]]:
+        """Bytes of the measured block's own, and what it shares with what is there anyway."""
+        outputs = stack.measured.output_storages.keys()
         # The output is the next block's input, which is counted there. What is also saved outside
         # or by the block before, such as a mask that all blocks share, is there once, not L times.
-        apart_from_block = apart | inputs.keys() | measured.output_storages.keys() | outside.keys()
-        for index in range(len(self._meters) - 1):
-            apart_from_block |= self._saved.get(index, {}).keys()
-        saved = self._saved.get(len(self._meters) - 1, {})
-        own = {pointer: size for pointer, size in saved.items() if pointer not in apart_from_block}
-        shared = {
-            pointer: size
-            for pointer, size in saved.items()
-            if pointer in apart_from_block - measured.output_storages.keys()
-        }
-        rest = {
-            pointer: size
-            for pointer, size in (outside | shared).items()
-            if pointer not in apart and pointer not in inputs
-        }
-        return (
-            float(sum(own.values())),
-            float(sum(measured.input_storages.values())),
-            float(sum(rest.values())),
-        )
+        for index in range(stack.first_index, stack.measured_index):
+            apart |= self._saved.get(index, {}).keys()
+        saved = self._saved.get(stack.measured_index, {})
+        own = sum(n for at, n in saved.items() if at not in apart and at not in outputs)
+        return float(own), {at: n for at, n in saved.items() if at in apart - outputs}
 
-    def _bytes_on_cuda(self) -> tuple[float, float, float]:
+    def _bytes_on_cuda(self) -> tuple[list[tuple[float | None, float | None]], float]:
         """As ``_bytes``, from the allocator; the rest is what the peak has above the blocks."""
-        inputs = float(sum(self._records[-1].input_storages.values()))
-        own = blocks = 0.0
-        for record in self._records:
+        counted: list[tuple[float | None, float | None]] = []
+        blocks = 0.0
+        for stack in self._stacks:
+            inputs = float(sum(stack.measured.input_storages.values()))
             own = 0.0
-            for call in record.calls:
-                handed_on = call.output_storages.items() - call.input_storages.items()
-                own += max(0.0, call.allocated_bytes - sum(size for _, size in handed_on))
-            blocks += own + inputs
-        return own, inputs, max(0.0, self._peak_bytes - blocks)
+            for record in stack.records:
+                own = 0.0
+                for call in record.calls:
+                    handed_on = call.output_storages.items() - call.input_storages.items()
+                    own += max(0.0, call.allocated_bytes - sum(size for _, size in handed_on))
+                blocks += own + inputs
+            counted.append((own, inputs))
+        return counted, max(0.0, self._peak_bytes - blocks)
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:

@@ -14,9 +14,11 @@ time among them, which is rank 0's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,14 +28,19 @@ from torch import nn
 
 from lightning_dcp.parallel.runtime import BlockRuntime
 from lightning_dcp.parallel.topology import Topology
-from lightning_dcp.profiling.cost_profile import CostProfile
+from lightning_dcp.planning.stack_terms import recompute_order
+from lightning_dcp.profiling.cost_profile import CostProfile, ProfiledStack
+from lightning_dcp.profiling.grid import choose_lengths
 from lightning_dcp.profiling.meter import Meter, metered
-from lightning_dcp.profiling.options import ProfilingOptions
+from lightning_dcp.profiling.options import MIN_BATCH_SIZES, MIN_LENGTHS, ProfilingOptions
 from lightning_dcp.profiling.preserve import preserve
 from lightning_dcp.profiling.progress import progress_bar
 from lightning_dcp.profiling.search import Search
 from lightning_dcp.profiling.sharding_check import check_sharding, length_to_check
+from lightning_dcp.profiling.stack_check import check_stacks, unfit_stacks
 from lightning_dcp.profiling.trial import NUM_ACTIVE_BLOCKS, Gather, Step
+
+_log = logging.getLogger(__name__)
 
 
 def recheck_sharding(
@@ -67,7 +74,10 @@ def recheck_sharding(
         gather: Objects of all ranks in rank order, on every rank.
 
     Returns:
-        The profile, without SP sizes that are found wrong; the same on all ranks.
+        The profile, without SP sizes that do not run; the same on all ranks.
+
+    Raises:
+        ShardingMismatch: If the model computes something else when it is sharded.
     """
     sizes = sorted({m.sp_size for m in profile.measurements if m.sp_size > 1})
     if not sizes:
@@ -81,15 +91,16 @@ def recheck_sharding(
         device=device,
     )
     known = np.unique(np.asarray(lengths, dtype=np.int64))
-    with preserve(module):
-        found = check_sharding(
-            checked,
-            sp_sizes=sizes,
-            batch_size=min(2, len(lengths)),
-            seq_len=length_to_check(known, sizes),
-            compute_dtype=compute_dtype,
-            gather=gather,
-        )
+    check = partial(
+        check_sharding,
+        checked,
+        sp_sizes=sizes,
+        batch_size=min(2, len(lengths)),
+        seq_len=length_to_check(known, sizes),
+        compute_dtype=compute_dtype,
+        gather=gather,
+    )
+    found = check_stacks(check, checked, sizes)
     if not found:
         return profile
     return replace(
@@ -116,6 +127,7 @@ def profile_costs(
     step_overhead_s: float = 0.0,
     fingerprint: str = "",
     progress: bool = True,
+    self_check: bool = True,
 ) -> CostProfile:
     """Measure what a micro-batch costs; called by all ranks alike.
 
@@ -144,6 +156,7 @@ def profile_costs(
         step_overhead_s: Known seconds per iteration outside micro-batches.
         fingerprint: Key under which the result may be cached.
         progress: Whether rank 0 shows a progress bar, if its standard error is a terminal.
+        self_check: Whether sharded is compared with whole before any ``p > 1`` is used.
 
     Returns:
         The profile, identical on all ranks.
@@ -151,6 +164,7 @@ def profile_costs(
     Raises:
         ValueError: If there are no lengths, or even the smallest trial does not fit the memory.
         RuntimeError: If the step does not run through the blocks, or failed on another rank.
+        ShardingMismatch: If the model computes something else when it is sharded.
     """
     all_lengths = np.asarray(lengths, dtype=np.int64)
     if all_lengths.size == 0:
@@ -166,6 +180,8 @@ def profile_costs(
         topology=topology,
         device=device,
     )
+    with preserve(module):
+        _drop_unfit(user_step, all_lengths, options, gather)
     with (
         preserve(module),
         _metered_below(runtime) as meters,
@@ -180,12 +196,14 @@ def profile_costs(
             memory_limit_bytes=min(limits, default=None),
             gather=gather,
             report=report,
+            self_check=self_check,
         )
         search.run(sizes)
         signature = runtime.signature
+        measurements = search.measurements()
         profile = CostProfile(
-            measurements=search.measurements(),
-            num_blocks=len(runtime.stack.blocks),
+            measurements=measurements,
+            num_blocks=runtime.num_blocks,
             fixed_bytes=search.fixed_bytes,
             step_overhead_s=step_overhead_s,
             signature=None if signature is None else signature.to_json(),
@@ -194,6 +212,16 @@ def profile_costs(
             fingerprint=fingerprint,
             skipped=tuple(search.skipped),
             duration_s=search.runner.elapsed_s(),
+            stacks=tuple(
+                ProfiledStack(
+                    path=stack.path,
+                    num_blocks=len(stack),
+                    signature=None if stack.signature is None else stack.signature.to_json(),
+                    whole_at=stack.whole_at,
+                )
+                for stack in runtime.stacks
+            ),
+            recompute_order=recompute_order(measurements),
         )
     if device.type == "cuda":
         torch.cuda.empty_cache()  # blocks cut for the trials' shapes are of no use to training's
@@ -202,12 +230,29 @@ def profile_costs(
     return CostProfile.from_json(gather(profile.to_json())[0])
 
 
+def _drop_unfit(step: Step, lengths: np.ndarray, options: ProfilingOptions, gather: Gather) -> None:
+    """Leave found stacks to the model that turn out not to be any."""
+    shapes = [
+        (batch_size, length)
+        for length in choose_lengths(lengths, options)[:MIN_LENGTHS]
+        for batch_size in range(min(MIN_BATCH_SIZES, len(lengths)), 0, -1)
+    ]
+    unfit = unfit_stacks(step, shapes, gather)
+    for path, reason in unfit.items():
+        _log.info("The modules at %s are not treated as repeated blocks: %s.", path, reason)
+    step.runtime.keep_stacks(s.path for s in step.runtime.stacks if s.path not in unfit)
+
+
 @contextmanager
-def _metered_below(runtime: BlockRuntime) -> Iterator[tuple[Meter, ...]]:
-    """Meters on the first blocks, below the runtime's wrappers; it is attached inside and after."""
+def _metered_below(runtime: BlockRuntime) -> Iterator[list[tuple[Meter, ...]]]:
+    """Meters on each stack's first blocks, below the wrappers; attached inside and after."""
     runtime.detach()
     try:
-        with metered(runtime.stack.blocks[:NUM_ACTIVE_BLOCKS]) as meters:
+        with ExitStack() as stack:
+            meters = [
+                stack.enter_context(metered(blocks.stack.blocks[:NUM_ACTIVE_BLOCKS]))
+                for blocks in runtime.stacks
+            ]
             runtime.attach()
             try:
                 yield meters

@@ -9,7 +9,7 @@ from lightning_dcp.profiling.cost_profile import CostProfile
 
 
 def profile_table(profile: CostProfile, model: CostModel | None = None) -> Table:
-    """One row for each measured point; the held-out errors stand below.
+    """One row for each measured point (and stack of blocks); the held-out errors stand below.
 
     Args:
         profile: What was measured.
@@ -20,7 +20,12 @@ def profile_table(profile: CostProfile, model: CostModel | None = None) -> Table
         title=f"Cost profile: {len(profile.measurements)} points in {profile.duration_s:.1f} s",
         caption=_caption(profile, model),
     )
-    for name in ("b", "s", "p", "forward", "backward", "rest", "saved", "input", "rest"):
+    for name in ("b", "s", "p"):
+        table.add_column(name, justify="right")
+    several = len(profile.stacks) > 1
+    if several:
+        table.add_column("blocks")
+    for name in ("forward", "backward", "rest", "saved", "input", "rest"):
         table.add_column(name, justify="right")
     points = sorted(profile.measurements, key=lambda m: (m.sp_size, m.seq_len, m.batch_size))
     last_sp_size = None
@@ -28,13 +33,16 @@ def profile_table(profile: CostProfile, model: CostModel | None = None) -> Table
         if last_sp_size not in (None, point.sp_size):
             table.add_section()
         last_sp_size = point.sp_size
-        table.add_row(
-            str(point.batch_size),
-            str(point.seq_len),
-            str(point.sp_size),
-            *(_milliseconds(s) for s in (point.forward_s, point.backward_s, point.rest_s)),
-            *(_mebibytes(n) for n in (point.saved_bytes, point.input_bytes, point.rest_bytes)),
-        )
+        for i, block in enumerate(point.stacks):
+            shape = (point.batch_size, point.seq_len, point.sp_size) if i == 0 else ("", "", "")
+            table.add_row(
+                *map(str, shape),
+                *([profile.stacks[i].path] if several else []),
+                *map(_milliseconds, (block.forward_s, block.backward_s)),
+                _milliseconds(point.rest_s) if i == 0 else "",
+                *map(_mebibytes, (block.saved_bytes, block.input_bytes)),
+                _mebibytes(point.rest_bytes) if i == 0 else "",
+            )
     return table
 
 
@@ -51,14 +59,21 @@ def held_out_text(model: CostModel) -> str:
 
 
 def _caption(profile: CostProfile, model: CostModel) -> str:
+    stacks = [f"{stack.num_blocks} of {stack.path}" for stack in profile.stacks]
     lines = [
-        f"forward, backward, saved and input: of one of {profile.num_blocks} blocks",
+        f"forward, backward, saved and input: of one of {profile.num_blocks} blocks"
+        + (f" ({', '.join(stacks)})" if len(stacks) > 1 else ""),
         f"fixed {_mebibytes(profile.fixed_bytes)} per rank",
         held_out_text(model),
     ]
     lines += [
         f"p={sp_size} is not used: {reason}"
         for sp_size, reason in sorted(profile.sp_size_exclusions.items())
+    ]
+    lines += [
+        f"p={sp_size}: each rank runs all of {stack.path}: {reason}"
+        for stack in profile.stacks
+        for sp_size, reason in sorted(stack.whole_at.items())
     ]
     if profile.skipped:
         lines.append(f"{len(profile.skipped)} points did not fit the time or the memory")

@@ -6,11 +6,12 @@ Decisions follow from numbers that all ranks exchanged, so that every rank walks
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
-from lightning_dcp.planning.cost_model import Measurement
+from lightning_dcp.planning.measurement import BlockCosts, Measurement
 from lightning_dcp.profiling.cost_profile import SkippedTrial
 from lightning_dcp.profiling.grid import (
     Forecast,
@@ -19,14 +20,16 @@ from lightning_dcp.profiling.grid import (
     choose_lengths,
     climb,
     mandatory_trials,
+    packed_sizes,
+    seen_lengths,
     true_sizes,
     widen,
 )
 from lightning_dcp.profiling.meter import Meter
 from lightning_dcp.profiling.options import ProfilingOptions
-from lightning_dcp.profiling.preserve import preserve
 from lightning_dcp.profiling.probe import StepCosts
 from lightning_dcp.profiling.sharding_check import check_sharding, length_to_check
+from lightning_dcp.profiling.stack_check import check_stacks, leave_optional_whole
 from lightning_dcp.profiling.trial import Gather, Step, TrialRunner
 
 # The climb in length leaves the rest of the budget to larger micro-batches.
@@ -40,13 +43,14 @@ class Search:
         self,
         step: Step,
         *,
-        meters: Sequence[Meter],
+        meters: Sequence[Sequence[Meter]],
         lengths: np.ndarray,
         options: ProfilingOptions,
         fixed_bytes: int,
         memory_limit_bytes: int | None,
         gather: Gather,
         report: Callable[[str, float], None],
+        self_check: bool = True,
     ) -> None:
         self.fixed_bytes = fixed_bytes
         self.exclusions: dict[int, str] = {}
@@ -58,7 +62,9 @@ class Search:
         self._memory_limit_bytes = memory_limit_bytes
         self._gather = gather
         self._report = report
+        self._self_check = self_check
         self._elapsed_s = 0.0
+        self._check_s = 0.0  # of the self-check, which takes nothing from the budget
         self._tried: set[Trial] = set()
         self._succeeded: dict[Trial, StepCosts] = {}
         self._pass_s = Forecast()
@@ -90,16 +96,12 @@ class Search:
         measured = sorted({trial.seq_len for trial in self._succeeded if trial.batch_size == 1})
         for trial in widen(measured, allowed, num_samples):
             self._try(trial, time_share=1.0)
+        self._check_named()
 
     def measurements(self) -> tuple[Measurement, ...]:
         """The measured points of all SP sizes that are not excluded, in their order."""
         found: dict[tuple[int, int, int], Measurement] = {}
-        signature = self._step.runtime.signature
-        sizes = true_sizes(
-            [(trial, costs.input_shape) for trial, costs in self._succeeded.items()],
-            None if signature is None else signature.sequence_dim,
-            None if signature is None else signature.batch_dim,
-        )
+        sizes = self._true_sizes()
         for (trial, costs), (batch_size, seq_len) in zip(
             self._succeeded.items(), sizes, strict=True
         ):
@@ -116,8 +118,50 @@ class Search:
                     saved_bytes=costs.saved_bytes or 0.0,
                     input_bytes=costs.input_bytes or 0.0,
                     rest_bytes=costs.rest_bytes or 0.0,
+                    others=tuple(
+                        BlockCosts(
+                            other.forward_s,
+                            other.backward_s,
+                            other.saved_bytes or 0.0,
+                            other.input_bytes or 0.0,
+                        )
+                        for other in costs.others
+                    ),
                 )
         return tuple(found.values())
+
+    def _true_sizes(self) -> list[tuple[int, int]]:
+        """Of all trials, by the first stack whose tokens are the data set's, else the main one."""
+        if self._step.runtime.packing:  # b samples of one length each, in one sequence
+            stack = self._step.runtime.stacks[0]
+            dim = None if stack.signature is None else stack.signature.sequence_dim
+            return packed_sizes(
+                [(trial, costs.input_shape) for trial, costs in self._succeeded.items()], dim
+            )
+        chosen = None
+        for i, stack in enumerate(self._step.runtime.stacks):
+            seen = [
+                (trial, costs.stacks[i].input_shape) for trial, costs in self._succeeded.items()
+            ]
+            signature = stack.signature
+            if signature is None or not all(shape for _, shape in seen):
+                continue
+            if seen_lengths(seen, signature.sequence_dim) is not None:
+                return true_sizes(seen, signature.sequence_dim, signature.batch_dim)
+            chosen = chosen or true_sizes(seen, signature.sequence_dim, signature.batch_dim)
+        asked = [(trial, ()) for trial in self._succeeded]
+        return chosen or true_sizes(asked, None, None)
+
+    def _check_named(self) -> None:
+        """An error for a stack that the user named and no trial called."""
+        for i, stack in enumerate(self._step.runtime.stacks):
+            called = any(costs.stacks[i].input_shape for costs in self._succeeded.values())
+            if not called and not stack.stack.optional:
+                raise RuntimeError(
+                    f"The training step did not call the blocks of {stack.path!r} in any "
+                    f"micro-batch that was measured, so that their cost is not known. Leave them "
+                    f"out of `blocks`."
+                )
 
     def _climb_between(self, grid: Sequence[int], sp_sizes: Sequence[int]) -> None:
         """Where the next length of the grid was too dear, try one not so far up."""
@@ -146,6 +190,11 @@ class Search:
         result = self.runner.run(trial)
         self._elapsed_s = result.elapsed_s
         self._report("", self._elapsed_s)
+        if result.unusable and leave_optional_whole(
+            self._step.runtime.stacks, trial.sp_size, result.failure or "failed"
+        ):
+            result = self.runner.run(trial)
+            self._elapsed_s = result.elapsed_s
         if result.costs is None:
             reason = result.failure or "failed"
             self._skip(trial, reason)
@@ -186,7 +235,8 @@ class Search:
         if time_share is not None:
             pass_s = self._pass_s.predict(trial) or 0.0
             trial_s = pass_s * (1 + self.runner.num_timed_passes(pass_s))
-            left_s = time_share * self._options.budget_s - self._elapsed_s
+            spent_s = self._elapsed_s - self._check_s
+            left_s = time_share * self._options.budget_s - spent_s
             if trial_s > left_s:
                 return f"would take {trial_s:.2g} s of {max(0.0, left_s):.2g} s left for it"
         return None
@@ -196,25 +246,30 @@ class Search:
         if not sp_sizes:
             return
         candidates = [p for p in sp_sizes if not self._is_excluded(p)]
-        if not candidates or not self._options.check_sharding:
+        if not candidates or not self._self_check:
             return
         self._report("comparing sharded with whole", self._elapsed_s)
         # The check wakes parameters and changes modes; trials go on with what was there before.
-        with preserve(self._step.module):
-            found = check_sharding(
-                self._step,
-                sp_sizes=candidates,
-                batch_size=min(2, len(self._lengths)),
-                seq_len=length_to_check(grid, candidates),
-                compute_dtype=self._compute_dtype,
-                gather=self._gather,
-            )
-        self.exclusions |= found
+        check = partial(
+            check_sharding,
+            self._step,
+            sp_sizes=candidates,
+            batch_size=min(2, len(self._lengths)),
+            seq_len=length_to_check(grid, candidates),
+            compute_dtype=self._compute_dtype,
+            gather=self._gather,
+        )
+        before_s = self.runner.elapsed_s()
+        self.exclusions |= check_stacks(check, self._step, candidates)
         self._elapsed_s = self.runner.elapsed_s()
+        self._check_s = self._elapsed_s - before_s
 
 
-def _bytes_of_step(costs: StepCosts, num_blocks: int) -> float:
-    blocks = num_blocks * ((costs.saved_bytes or 0.0) + (costs.input_bytes or 0.0))
+def _bytes_of_step(costs: StepCosts, num_blocks: Sequence[int]) -> float:
+    blocks = sum(
+        n * ((stack.saved_bytes or 0.0) + (stack.input_bytes or 0.0))
+        for n, stack in zip(num_blocks, costs.stacks, strict=True)
+    )
     return blocks + (costs.rest_bytes or 0.0)
 
 

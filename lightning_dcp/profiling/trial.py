@@ -113,7 +113,8 @@ class TrialRunner:
 
     Args:
         step: The user's side.
-        meters: On the blocks that run, below the runtime's own wrappers.
+        meters: On the blocks of each stack that run, the main stack first, below the runtime's own
+            wrappers.
         options: Repeats and budget.
         gather: Objects of all ranks in rank order, on every rank.
     """
@@ -122,7 +123,7 @@ class TrialRunner:
         self,
         step: Step,
         *,
-        meters: Sequence[Meter],
+        meters: Sequence[Sequence[Meter]],
         options: ProfilingOptions,
         gather: Gather,
     ) -> None:
@@ -130,12 +131,12 @@ class TrialRunner:
         self._options = options
         self._gather = gather
         self._started_s = time.perf_counter()
-        self._meters = tuple(meters)
+        self._meters = tuple(tuple(of_stack) for of_stack in meters)
 
     @property
-    def num_active_blocks(self) -> int:
-        """Blocks that run in a trial: two, or the only one that there is."""
-        return len(self._meters)
+    def num_active_blocks(self) -> tuple[int, ...]:
+        """Blocks of each stack that run in a trial: two, or the only one that there is."""
+        return tuple(len(of_stack) for of_stack in self._meters)
 
     def elapsed_s(self) -> float:
         """Seconds since profiling began, rank 0's on every rank."""
@@ -215,13 +216,17 @@ class TrialRunner:
         batch = step.batch(trial.batch_size, trial.seq_len)
         context = step.runtime.micro_batch(
             group=group,
-            active_blocks=len(self._meters),
+            active_blocks=NUM_ACTIVE_BLOCKS,
             rng_key=(RNG_KEY, trial.batch_size, trial.seq_len, group.first_rank),
             # What an argument's dimensions mean is learned from whole inputs.
             observe=count_bytes and trial.sp_size == 1,
         )
         probe = StepProbe(
-            self._meters, module=step.module, device=step.device, count_bytes=count_bytes
+            self._meters[0],
+            others=self._meters[1:],
+            module=step.module,
+            device=step.device,
+            count_bytes=count_bytes,
         )
         with context, probe:
             step.step(batch).backward()  # type: ignore[no-untyped-call]
@@ -257,6 +262,14 @@ def _combine(counted: Sequence[_Outcome], timed: Sequence[_Outcome]) -> StepCost
         saved_bytes=max(costs.saved_bytes or 0.0 for costs in bytes_of),
         input_bytes=max(costs.input_bytes or 0.0 for costs in bytes_of),
         rest_bytes=max(costs.rest_bytes or 0.0 for costs in bytes_of),
+        others=tuple(
+            replace(
+                other,
+                saved_bytes=max(costs.others[i].saved_bytes or 0.0 for costs in bytes_of),
+                input_bytes=max(costs.others[i].input_bytes or 0.0 for costs in bytes_of),
+            )
+            for i, other in enumerate(seconds.others)
+        ),
     )
 
 
@@ -268,9 +281,17 @@ def _typical(costs: Sequence[StepCosts]) -> StepCosts:
         forward_s=median(c.forward_s for c in costs),
         backward_s=median(c.backward_s for c in costs),
         rest_s=median(c.rest_s for c in costs),
+        others=tuple(
+            replace(
+                of_passes[0],
+                forward_s=median(c.forward_s for c in of_passes),
+                backward_s=median(c.backward_s for c in of_passes),
+            )
+            for of_passes in zip(*(c.others for c in costs), strict=True)
+        ),
     )
 
 
 def _counted_s(costs: StepCosts) -> float:
-    """Seconds without the block that warms up, in which the faster ranks wait for the slowest."""
-    return costs.forward_s + costs.backward_s + costs.rest_s
+    """Seconds without the blocks that warm up, in which the faster ranks wait for the slowest."""
+    return costs.rest_s + sum(stack.forward_s + stack.backward_s for stack in costs.stacks)

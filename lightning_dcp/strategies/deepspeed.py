@@ -7,7 +7,7 @@ import copy
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -33,9 +33,10 @@ from lightning_dcp.strategies.gradients import num_bytes, zero_for
 from lightning_dcp.strategies.iteration import LossAverage
 from lightning_dcp.strategies.mixin import DCPStrategyMixin
 from lightning_dcp.strategies.process_exit import destroy_groups_at_exit
-from lightning_dcp.strategies.settings import DCPSettings
+from lightning_dcp.strategies.settings import DCPSettings, Shard
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     import lightning as L
@@ -62,7 +63,9 @@ class DCPStrategy(DCPStrategyMixin, PlainZeroCheckpoints):
         planning: step size, accumulation limits, buckets, SP sizes, memory limit, seed.
         profiling: time budget and cache of the cost profile.
         blocks: dotted path of the `ModuleList` or `Sequential` that holds the repeated blocks, such
-            as `model.layers`; by default the longest run of same-class modules.
+            as `model.layers`, or a list of paths where there are several stacks of them (encoder
+            and decoder); by default the longest run of same-class modules, and up to three others
+            of importance.
         sequence_dims: for arguments of a block (by name or position) the dimension that runs along
             the sequence, or null for arguments that stay whole; by default learned while profiling.
         loss_average: what the loss that `training_step` returns is a mean over: `tokens`,
@@ -70,6 +73,26 @@ class DCPStrategy(DCPStrategyMixin, PlainZeroCheckpoints):
             `label`, `targets` or `target`, or the second of two tensors), else tokens, with a
             warning.
         ignore_index: label that bears no loss.
+        self_check: whether one short forward and backward pass with the blocks sharded is compared
+            with the unsharded one before training, which takes seconds. A model that computes
+            something else is refused, with the module that is to blame.
+        packing: whether the samples of a micro-batch are put one after the other in one sequence
+            instead of being padded and collated by the loader's `collate_fn`. Positions restart in
+            each sample and attention stays inside it; that the model computes the same as from
+            padded samples is checked before training. Validation and testing stay padded.
+        shard: what ranks of an SP group share: `blocks`, the tokens inside the repeated blocks,
+            while all else runs whole on each rank; or `inputs`, the tokens from the batch to the
+            loss, so that embedding, output layer and loss shrink with the SP size too. For language
+            models: `labels[t]` must be what position t predicts (Hugging Face models, which shift
+            labels themselves, are taken care of), and positions must come from the batch's
+            `position_ids`. Evaluation shards blocks either way.
+        input_dims: with `shard="inputs"`, the sequence dimension of each entry of the batch that
+            has one, null for an entry that stays whole, such as `{"tokens": 1, "mask": null}`; by
+            default known from the usual names.
+        tiled_loss: whether the loss of a Hugging Face causal language model computes logits tile by
+            tile, which takes their memory away and one more matrix product; `auto`: if logits of
+            the longest sample would take a tenth of the memory. Own models call
+            `lightning_dcp.linear_cross_entropy`.
         config: a DeepSpeed config (path or dict) to use instead of the default one. It must ask for
             ZeRO stage 1, or leave the stage out.
         stage: ZeRO stage; only 1 is exact here, others are refused with the reason.
@@ -91,10 +114,15 @@ class DCPStrategy(DCPStrategyMixin, PlainZeroCheckpoints):
         policy: str | None = None,
         planning: PlanningOptions = PlanningOptions(),
         profiling: ProfilingOptions = ProfilingOptions(),
-        blocks: str | None = None,
+        blocks: str | list[str] | None = None,
         sequence_dims: dict[str, int | None] | None = None,
         loss_average: LossAverage = "auto",
         ignore_index: int = -100,
+        self_check: bool = True,
+        packing: bool = False,
+        shard: Shard = "blocks",
+        input_dims: dict[str | int, int | None] | None = None,
+        tiled_loss: bool | Literal["auto"] = "auto",
         config: str | Path | dict[str, Any] | None = None,
         stage: int = 1,
         accelerator: Accelerator | None = None,
@@ -127,6 +155,11 @@ class DCPStrategy(DCPStrategyMixin, PlainZeroCheckpoints):
             sequence_dims=sequence_dims,
             loss_average=loss_average,
             ignore_index=ignore_index,
+            self_check=self_check,
+            packing=packing,
+            shard=shard,
+            input_dims=input_dims,
+            tiled_loss=tiled_loss,
         )
         self.save_distributed_checkpoint = save_distributed_checkpoint
         assert isinstance(self.config, dict)
@@ -232,6 +265,11 @@ class DCPStrategy(DCPStrategyMixin, PlainZeroCheckpoints):
         if getattr(optimizer, "use_grad_accum_attribute", False):
             return getattr(parameter, "grad_accum", None)
         return parameter.grad
+
+    @override
+    def _without_gradient(self, parameters: Sequence[torch.nn.Parameter]) -> list[bool]:
+        # The optimizer steps on one flat tensor of all parameters.
+        return [False] * len(parameters)
 
     @override
     def _reduce_gradients(self) -> None:

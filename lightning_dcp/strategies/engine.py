@@ -12,6 +12,7 @@ from lightning_dcp.strategies._lightning_compat import training as compat
 from lightning_dcp.strategies.evaluation.strategy import PlannedEvaluation
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     import lightning as L
@@ -49,6 +50,13 @@ class Engine(PlannedEvaluation):
     def _gradient(self, parameter: torch.nn.Parameter) -> Tensor | None:
         """What has accumulated for a parameter and is not reduced yet."""
         return parameter.grad
+
+    def _without_gradient(self, parameters: Sequence[torch.nn.Parameter]) -> list[bool]:
+        """For each parameter, whether no micro-batch of this rank has used it.
+
+        All False where the engine steps on every parameter alike, used or not.
+        """
+        return [self._gradient(parameter) is None for parameter in parameters]
 
     def _reduce_gradients(self) -> None:
         """Reduce the accumulated gradients of all ranks, or ready them for the engine's step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_dcp.parallel.blocks import find_blocks
+from lightning_dcp.parallel.blocks import find_stacks
 from lightning_dcp.planning.options import PlanningOptions
 from lightning_dcp.profiling.options import ProfilingOptions
 from lightning_dcp.strategies._lightning_compat import model_parallel as compat
@@ -21,11 +21,11 @@ from lightning_dcp.strategies.checkpointing.sharded import PlainShardedCheckpoin
 from lightning_dcp.strategies.gradients import num_bytes
 from lightning_dcp.strategies.iteration import LossAverage
 from lightning_dcp.strategies.mixin import DCPStrategyMixin
-from lightning_dcp.strategies.settings import DCPSettings
+from lightning_dcp.strategies.settings import DCPSettings, Shard
 from lightning_dcp.strategies.sharded_module import ShardedModule, refuse_fsdp1
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     import lightning as L
@@ -53,7 +53,9 @@ class DCPFSDPStrategy(DCPStrategyMixin, PlainShardedCheckpoints):
         planning: step size, accumulation limits, buckets, SP sizes, memory limit, seed.
         profiling: time budget and cache of the cost profile.
         blocks: dotted path of the `ModuleList` or `Sequential` that holds the repeated blocks, such
-            as `model.layers`; by default the longest run of same-class modules.
+            as `model.layers`, or a list of paths where there are several stacks of them (encoder
+            and decoder); by default the longest run of same-class modules, and up to three others
+            of importance.
         sequence_dims: for arguments of a block (by name or position) the dimension that runs along
             the sequence, or null for arguments that stay whole; by default learned while profiling.
         loss_average: what the loss that `training_step` returns is a mean over: `tokens`,
@@ -61,6 +63,26 @@ class DCPFSDPStrategy(DCPStrategyMixin, PlainShardedCheckpoints):
             `label`, `targets` or `target`, or the second of two tensors), else tokens, with a
             warning.
         ignore_index: label that bears no loss.
+        self_check: whether one short forward and backward pass with the blocks sharded is compared
+            with the unsharded one before training, which takes seconds. A model that computes
+            something else is refused, with the module that is to blame.
+        packing: whether the samples of a micro-batch are put one after the other in one sequence
+            instead of being padded and collated by the loader's `collate_fn`. Positions restart in
+            each sample and attention stays inside it; that the model computes the same as from
+            padded samples is checked before training. Validation and testing stay padded.
+        shard: what ranks of an SP group share: `blocks`, the tokens inside the repeated blocks,
+            while all else runs whole on each rank; or `inputs`, the tokens from the batch to the
+            loss, so that embedding, output layer and loss shrink with the SP size too. For language
+            models: `labels[t]` must be what position t predicts (Hugging Face models, which shift
+            labels themselves, are taken care of), and positions must come from the batch's
+            `position_ids`. Evaluation shards blocks either way.
+        input_dims: with `shard="inputs"`, the sequence dimension of each entry of the batch that
+            has one, null for an entry that stays whole, such as `{"tokens": 1, "mask": null}`; by
+            default known from the usual names.
+        tiled_loss: whether the loss of a Hugging Face causal language model computes logits tile by
+            tile, which takes their memory away and one more matrix product; `auto`: if logits of
+            the longest sample would take a tenth of the memory. Own models call
+            `lightning_dcp.linear_cross_entropy`.
         tensor_parallel_size: only 1: all ranks are data-parallel.
         save_distributed_checkpoint: write a folder with one file per rank instead of one file.
         process_group_backend: `nccl` on CUDA and `gloo` on CPU by default.
@@ -78,10 +100,15 @@ class DCPFSDPStrategy(DCPStrategyMixin, PlainShardedCheckpoints):
         policy: str | None = None,
         planning: PlanningOptions = PlanningOptions(),
         profiling: ProfilingOptions = ProfilingOptions(),
-        blocks: str | None = None,
+        blocks: str | list[str] | None = None,
         sequence_dims: dict[str, int | None] | None = None,
         loss_average: LossAverage = "auto",
         ignore_index: int = -100,
+        self_check: bool = True,
+        packing: bool = False,
+        shard: Shard = "blocks",
+        input_dims: dict[str | int, int | None] | None = None,
+        tiled_loss: bool | Literal["auto"] = "auto",
         tensor_parallel_size: int = 1,
         save_distributed_checkpoint: bool = False,
         process_group_backend: str | None = None,
@@ -108,6 +135,11 @@ class DCPFSDPStrategy(DCPStrategyMixin, PlainShardedCheckpoints):
             sequence_dims=sequence_dims,
             loss_average=loss_average,
             ignore_index=ignore_index,
+            self_check=self_check,
+            packing=packing,
+            shard=shard,
+            input_dims=input_dims,
+            tiled_loss=tiled_loss,
         )
 
     # ---- setup -----------------------------------------------------------------------------------
@@ -136,9 +168,14 @@ class DCPFSDPStrategy(DCPStrategyMixin, PlainShardedCheckpoints):
 
     def _blocks_of(self, pl_module: L.LightningModule) -> tuple[torch.nn.Module, ...]:
         try:
-            return find_blocks(pl_module, self.settings.blocks).blocks
+            main, *others = find_stacks(pl_module, self.settings.blocks)
         except ValueError:  # `fit` says what is wrong; an evaluation needs no blocks
             return ()
+        # Of stacks that nobody named, those of the main one's kind: others might use a module's
+        # parameters without calling it.
+        kind = type(main.blocks[0])
+        named = [s for s in others if not s.optional or type(s.blocks[0]) is kind]
+        return tuple(block for stack in (main, *named) for block in stack.blocks)
 
     @override
     def _same_on_all_ranks(self, pl_module: L.LightningModule) -> None:
@@ -196,6 +233,11 @@ class DCPFSDPStrategy(DCPStrategyMixin, PlainShardedCheckpoints):
     def _gradient(self, parameter: torch.nn.Parameter) -> Tensor | None:
         assert self._sharded is not None
         return self._sharded.gradient(parameter)
+
+    @override
+    def _without_gradient(self, parameters: Sequence[torch.nn.Parameter]) -> list[bool]:
+        assert self._sharded is not None
+        return [gradient is None for gradient in self._sharded.gradients(parameters)]
 
     @override
     def _reduce_gradients(self) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -63,6 +64,19 @@ def forward_replaced(
             del attributes["forward"]
         else:
             attributes["forward"] = shadowed
+
+
+def used_nowhere(without_gradient: Sequence[bool], device: torch.device) -> list[int]:
+    """Indices of parameters that have a gradient on no rank; a collective.
+
+    Args:
+        without_gradient: of each parameter on this rank.
+        device: of the process group's tensors.
+    """
+    unused = torch.tensor(list(without_gradient), dtype=torch.int32, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(unused, dist.ReduceOp.MIN)
+    return [int(index) for index in unused.nonzero().flatten()]
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:

@@ -20,7 +20,7 @@ NOTE [Gradient weights]
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -30,11 +30,16 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_dcp.data.packing import unpacked
+from lightning_dcp.parallel import rng
+from lightning_dcp.parallel.inputs import NO_TARGETS, OwnInputs
+from lightning_dcp.parallel.segments import pack
 from lightning_dcp.parallel.targets import count_targets
 from lightning_dcp.strategies.metric_objects import counted_by_another_rank, not_reduced_over_ranks
 
 if TYPE_CHECKING:
     from lightning_dcp.data.batch import IterationBatch
+    from lightning_dcp.parallel.huggingface_loss import OwnLosses
     from lightning_dcp.parallel.runtime import BlockRuntime
     from lightning_dcp.parallel.topology import Topology
     from lightning_dcp.planning.plan import MicroBatch, Plan
@@ -77,6 +82,8 @@ class IterationState:
     #: Sum over this rank's micro-batches of loss * n/p; () float64.
     loss_sum: Tensor | float = 0.0
     laps: list[Lap] = field(default_factory=list)
+    #: () float64 each: losses of the micro-batches that this rank shares with others.
+    shared_losses: list[Tensor] = field(default_factory=list)
 
     def busy_s(self) -> float:
         """Seconds this rank spent on its micro-batches; waits for an accelerator."""
@@ -117,7 +124,10 @@ class _Pending:
     index: int
     micro_batch: MicroBatch
     data: Any
-    expected_targets: float
+    #: None where neither plan nor labels say.
+    expected_targets: float | None
+    #: Lengths of the samples, where they are packed.
+    segments: tuple[int, ...] | None = None
 
 
 class IterationRunner:
@@ -130,6 +140,7 @@ class IterationRunner:
         logs: told how each micro-batch counts.
         memory: measures what micro-batches hold.
         find_metrics: returns the torchmetrics objects inside the module.
+        find_generators: returns the random generators inside the module.
         loss_average: what the loss returned by `training_step` is a mean over.
         ignore_index: label that bears no loss.
         backend_averages: W where gradients are averaged over ranks, 1 where they are summed.
@@ -138,6 +149,7 @@ class IterationRunner:
         device: of this rank.
         hooks_change_batches: the user has transfer hooks, which may write other labels: elements
             are counted again after them.
+        own_losses: watches the losses of Hugging Face models.
     """
 
     def __init__(
@@ -149,6 +161,7 @@ class IterationRunner:
         logs: IterationLogs,
         memory: MemoryMeter,
         find_metrics: Callable[[], list[Metric]],
+        find_generators: Callable[[], Sequence[Any]],
         loss_average: LossAverage,
         ignore_index: int,
         backend_averages: int,
@@ -156,6 +169,7 @@ class IterationRunner:
         rank: int,
         device: torch.device,
         hooks_change_batches: bool = False,
+        own_losses: OwnLosses | None = None,
     ) -> None:
         self._host = host
         self._runtime = runtime
@@ -164,6 +178,8 @@ class IterationRunner:
         self.memory = memory
         self._find_metrics = find_metrics
         self._metrics: list[Metric] = []
+        self._find_generators = find_generators
+        self._generators: Sequence[Any] = ()
         self._loss_average = loss_average
         self._ignore_index = ignore_index
         self._backend_averages = backend_averages
@@ -171,6 +187,7 @@ class IterationRunner:
         self._rank = rank
         self._device = device
         self._hooks_change_batches = hooks_change_batches
+        self._own_losses = own_losses
         self._open = ExitStack()
         self._queue: Iterator[_Pending] = iter(())
         self._rest: tuple[Any, ...] = ()
@@ -178,6 +195,9 @@ class IterationRunner:
         self._drained = False
         self._told_of_tokens = False
         self.state: IterationState | None = None
+        #: The running micro-batch's batch before ranks took slices of it, and 1/p.
+        self.whole_batch: Any = None
+        self.whole_share = 1.0
         #: Whether a micro-batch is running: no collective over all ranks may start then.
         self.inside_micro_batch = False
 
@@ -198,16 +218,21 @@ class IterationRunner:
                 micro_batch,
                 data,
                 self._expected_targets(micro_batch, data, is_final=not self._hooks_change_batches),
+                segments,
             )
-            for index, micro_batch, data in zip(
-                plan.indices_for_rank(self._rank), mine, batch.micro_batches, strict=True
+            for index, micro_batch, (data, segments) in zip(
+                plan.indices_for_rank(self._rank),
+                mine,
+                map(unpacked, batch.micro_batches),
+                strict=True,
             )
         ]
-        local = sum(p.expected_targets / p.micro_batch.sp_size for p in pending)
+        local = sum((p.expected_targets or 0.0) / p.micro_batch.sp_size for p in pending)
         expected = self._host.sum_over_ranks(local)
         self._queue = iter(pending)
         self._drained = False
         self._metrics = self._find_metrics()
+        self._generators = self._find_generators()
         self._logs.start_iteration(rank_weight=plan.num_samples / plan.world_size)
         self.memory.start_iteration()
         self.state = IterationState(plan, reference_targets=expected or 1.0, started_s=started_s)
@@ -260,7 +285,8 @@ class IterationRunner:
         """
         if self._loss_average == "samples":
             return float(micro_batch.batch_size)
-        counted = count_targets(data, ignore_index=self._ignore_index)
+        shifted = self._own_losses is not None and self._own_losses.shifts
+        counted = count_targets(data, ignore_index=self._ignore_index, shifted=shifted)
         if counted is not None:
             return float(counted)
         if is_final and self._loss_average == "auto" and not self._told_of_tokens:
@@ -285,6 +311,7 @@ class IterationRunner:
         try:
             self.state.laps.append(Lap(self._device))
             self._logs.start_micro_batch(share=share)
+            self._open.enter_context(rng.including(self._generators))
             self._open.enter_context(
                 self._runtime.micro_batch(
                     group=group,
@@ -292,8 +319,10 @@ class IterationRunner:
                     rng_key=(self._seed, plan.epoch, plan.iteration, pending.index),
                 )
             )
+            pack(pending.segments)
             self._open.enter_context(not_reduced_over_ranks(self._metrics))
-            if group.rank_in_group:
+            shares_inputs = self._runtime.shares_inputs(group)
+            if group.rank_in_group and not shares_inputs:
                 self._open.enter_context(counted_by_another_rank(self._metrics))
             self.inside_micro_batch = True
             # In here, so that what the user's transfer hooks draw is alike in the group.
@@ -301,6 +330,14 @@ class IterationRunner:
             if self._hooks_change_batches:
                 expected = self._expected_targets(micro_batch, data)
                 pending = replace(pending, expected_targets=expected)
+            self.whole_batch, self.whole_share = data, share
+            own = self._runtime.own_inputs(data)
+            if shares_inputs:
+                share = 1.0
+                pending = replace(pending, expected_targets=own.num_targets)
+                self._logs.start_slice(fraction=_fraction(own, group.size))
+                if own.num_targets == 0:  # a loss that is NaN must not reach them
+                    self._open.enter_context(counted_by_another_rank(self._metrics))
             shape = (
                 micro_batch.batch_size,
                 micro_batch.seq_len,
@@ -308,20 +345,37 @@ class IterationRunner:
                 micro_batch.recompute_blocks,
             )
             with self.memory.forward(shape, micro_batch.recompute_blocks):
-                output = self._host.forward_micro_batch(data, *self._rest)
+                if self._own_losses is not None:
+                    self._own_losses.forget()
+                output = self._host.forward_micro_batch(own.batch, *self._rest)
+            self.whole_batch = None
+            if self._own_losses is not None and self._loss_average != "samples":
+                counted = self._own_losses.take()
+                if counted is not None and (not shares_inputs or own.num_targets is None):
+                    pending = replace(pending, expected_targets=counted)
             loss, num_targets = _loss_and_targets(output, pending)
             self._logs.finish_forward(weight=num_targets)
         except BaseException:
             self.abort()
             raise
         # The mean over nothing is NaN: it bears no loss and must not reach the gradients. All ranks
-        # of the group see the same count, so all of them leave the backward pass out.
+        # of the group see the same count, so all of them leave the backward pass out. Not so where
+        # each has its own slice of the batch: the others wait for this one in their backward.
         self._bears_loss = num_targets > 0
-        if self._bears_loss:
+        if shares_inputs:
+            self.state.shared_losses.append(torch.zeros_like(loss.detach(), dtype=torch.float64))
+            if not self._bears_loss:
+                loss = self._runtime.zero_loss(loss)
+                self._bears_loss = loss.requires_grad
+        elif group.size > 1:
+            self.state.shared_losses.append(loss.detach().double())
+        if num_targets > 0:
             self.state.targets += num_targets * share
             self.state.loss_sum = self.state.loss_sum + loss.detach().double() * (
                 num_targets * share
             )
+        if num_targets == 0 and shares_inputs:
+            return loss
         weight = num_targets * share / self.state.reference_targets
         return loss * (weight * self._backend_averages)
 
@@ -340,6 +394,13 @@ class IterationRunner:
         self.state.laps[-1].stop()
 
 
+def _fraction(own: OwnInputs, sp_size: int) -> float:
+    """What part of the whole a rank's slice is, by elements that bear loss where they are known."""
+    if own.num_targets is None or not own.whole_targets:
+        return 1.0 / sp_size
+    return own.num_targets / own.whole_targets
+
+
 def _loss_and_targets(output: Any, pending: _Pending) -> tuple[Tensor, float]:
     """The loss and the loss-bearing elements out of what `training_step` returned."""
     expected, micro_batch = pending.expected_targets, pending.micro_batch
@@ -355,6 +416,8 @@ def _loss_and_targets(output: Any, pending: _Pending) -> tuple[Tensor, float]:
             f" {micro_batch.batch_size} samples. To leave a batch out, return its loss with"
             " 'num_targets': 0 in the dict."
         )
+    if num_targets is None:
+        raise ValueError(NO_TARGETS)
     num_targets = float(num_targets)
     if not num_targets >= 0:
         raise ValueError(

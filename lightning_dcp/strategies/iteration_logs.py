@@ -94,6 +94,8 @@ class IterationLogs:
         #: Logged in the running micro-batch before its elements were counted.
         self._unsettled: list[_Entry] = []
         self._rank_weight = 1.0
+        #: What part of the running micro-batch a `batch_size` given with a value stands for.
+        self._fraction = 1.0
 
     def start_iteration(self, *, rank_weight: float) -> None:
         """Take up an iteration.
@@ -112,6 +114,17 @@ class IterationLogs:
             share: 1/p: this rank's part of a micro-batch that p ranks run together.
         """
         self._inside, self.share, self._weight = True, share, None
+        self._fraction = share
+
+    def start_slice(self, *, fraction: float) -> None:
+        """Say that this rank's part of the micro-batch that was taken up is a slice of its own.
+
+        What it logs is of its own elements, and weighs as much as they are.
+
+        Args:
+            fraction: of the whole micro-batch.
+        """
+        self.share, self._fraction = 1.0, fraction
 
     def finish_forward(self, *, weight: float) -> None:
         """Weight what is logged in the micro-batch without a `batch_size`.
@@ -183,11 +196,13 @@ class IterationLogs:
         share = self.share if in_micro_batch else 1.0
         weight = self._weight if in_micro_batch else self._rank_weight
         if batch_size is not None:
-            weight = float(batch_size)
+            weight = float(batch_size) * (self._fraction if in_micro_batch else 1.0)
+        elif weight is not None:
+            weight *= share
         entry = _Entry(
             value=self._ranks.as_number(value),
             share=share,
-            weight=None if weight is None else weight * share,
+            weight=weight,
             wide=value.dtype is torch.float64,
         )
         if entry.weight is None:

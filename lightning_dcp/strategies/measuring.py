@@ -22,14 +22,22 @@ from torchmetrics import Metric
 
 from lightning_dcp.data.datamodule import MicroBatchMaker
 from lightning_dcp.data.loader import LoaderSpec
+from lightning_dcp.data.packing import PackingCollate, unpacked
+from lightning_dcp.parallel.huggingface import attention_names
 from lightning_dcp.parallel.kernels import kernel_name
+from lightning_dcp.parallel.segments import pack
 from lightning_dcp.profiling.cache import ProfileCache, load_or_measure
 from lightning_dcp.profiling.fingerprint import profile_fingerprint
+from lightning_dcp.profiling.packing_check import PackingMismatch
 from lightning_dcp.profiling.preserve import preserve
 from lightning_dcp.profiling.profiler import profile_costs, recheck_sharding
+from lightning_dcp.profiling.sharding_check import ShardingMismatch
+from lightning_dcp.profiling.trial import Step
 from lightning_dcp.strategies._lightning_compat import training as compat
 from lightning_dcp.strategies.agreement import gather_objects
 from lightning_dcp.strategies.metric_objects import not_reduced_over_ranks
+from lightning_dcp.strategies.own_inputs import tile_large_loss
+from lightning_dcp.strategies.packing import packed_batches, packing_collate
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -111,6 +119,31 @@ class CostMeasurer:
         self._runtime = runtime
         self._topology = topology
         self._profile_batch: Any = None
+        self._packing: PackingCollate | None = None
+
+    def packing_collate(
+        self, spec: LoaderSpec, lengths: npt.NDArray[np.int64], datamodule: Any
+    ) -> PackingCollate:
+        """What packs samples, for the profile as for training; see `packing.packing_collate`."""
+        step = Step(
+            step=self._step,
+            make_batch=self._batch_maker(spec, lengths),
+            module=self._pl_module,
+            runtime=self._runtime,
+            topology=self._topology,
+            device=self._strategy.root_device,
+        )
+        self._packing = packing_collate(
+            step,
+            spec,
+            lengths,
+            datamodule=datamodule,
+            move=self._strategy.move_micro_batch,
+            profiling=self._profiling,
+            compute_dtype=compute_dtype(self._strategy, self._pl_module),
+            ignore_index=self._strategy.settings.ignore_index,
+        )
+        return self._packing
 
     def profile(
         self,
@@ -131,13 +164,19 @@ class CostMeasurer:
 
         Returns:
             The profile, and whether it came from the cache.
+
+        Raises:
+            MisconfigurationException: the self-check found that the model computes something else
+                when it is sharded.
         """
         self._profile_batch = getattr(datamodule, "profile_batch", None)
         options = self._strategy.settings.profiling
         sp_sizes = self._sp_sizes()
+        inputs = self._runtime.inputs
+        tile_large_loss(inputs, self._strategy.settings, int(lengths.max()), limit)
         fingerprint = profile_fingerprint(
             module=self._pl_module,
-            blocks=self._runtime.stack.blocks,
+            blocks=self._runtime.blocks,
             device=self._strategy.root_device,
             precision=str(self._strategy.precision_plugin.precision),
             world_size=self._topology.world_size,
@@ -149,8 +188,13 @@ class CostMeasurer:
             extra={
                 "fixed_bytes": str(fixed),
                 "strategy": self._strategy.strategy_name,
-                "blocks": self._runtime.stack.path,
+                "blocks": self._runtime.name,
+                "models": attention_names(self._pl_module),
+                "named_blocks": repr(self._strategy.settings.blocks),
                 "sequence_dims": repr(dict(self._strategy.settings.sequence_dims or {})),
+                "shard": self._strategy.settings.shard,
+                "packing": "" if self._packing is None else str(self._packing.layout),
+                "tiled_loss": str(inputs is not None and inputs.models.tiled),
             },
         ).digest
         profile, was_cached = load_or_measure(
@@ -165,11 +209,14 @@ class CostMeasurer:
             rank_zero_info(
                 "DCP: the cost profile of this model and machine was found in the cache."
             )
-            if options.check_sharding:
+            if self._strategy.settings.self_check:
                 profile = self._recheck(profile, spec, lengths)
         if len(profile.sp_size_exclusions) and self._topology.world_size > 1:
             for sp_size, reason in sorted(profile.sp_size_exclusions.items()):
                 rank_zero_warn(f"DCP: SP size {sp_size} is not used: {reason}")
+        for sp_size in sorted({m.sp_size for m in profile.measurements}):
+            for path, reason in self._runtime.whole_stacks(sp_size).items():
+                rank_zero_info(f"DCP: at SP size {sp_size} each rank runs all of {path}: {reason}")
         return profile, was_cached
 
     def _measure(
@@ -197,6 +244,7 @@ class CostMeasurer:
                 sp_sizes=sp_sizes,
                 gather=gather_objects,
                 fingerprint=fingerprint,
+                self_check=self._strategy.settings.self_check,
             )
 
     def _recheck(
@@ -219,7 +267,13 @@ class CostMeasurer:
     def _batch_maker(
         self, spec: LoaderSpec, lengths: npt.NDArray[np.int64]
     ) -> Callable[[int, int], Any]:
-        make = MicroBatchMaker(spec.dataset, lengths, spec.collate_fn, self._profile_batch)
+        if self._packing is not None:
+            return packed_batches(self._packing, spec, lengths, self._strategy.move_micro_batch)
+        # Where no micro-batch has two samples, their shapes need not fit together.
+        alone = self._strategy.settings.planning.max_batch_size == 1
+        make = MicroBatchMaker(
+            spec.dataset, lengths, spec.collate_fn, self._profile_batch, equal_lengths=alone
+        )
         return lambda b, s: self._strategy.move_micro_batch(make(b, s))
 
     @contextmanager
@@ -232,12 +286,19 @@ class CostMeasurer:
             not_reduced_over_ranks(m for m in self._pl_module.modules() if isinstance(m, Metric)),
         ):
             self._pl_module.train()
-            yield
+            try:
+                yield
+            except (ShardingMismatch, PackingMismatch) as error:  # on all ranks
+                raise MisconfigurationException(str(error)) from error
 
     def _step(self, batch: Any) -> Tensor:
         """The user's training step on a batch that is on the device; its loss."""
+        batch, segments = unpacked(batch)
+        if segments is not None:
+            pack(segments)
+        own = self._runtime.own_inputs(batch)
         with self._strategy.profile_context():
-            arguments = compat.step_arguments(self._pl_module, "training_step", batch)
+            arguments = compat.step_arguments(self._pl_module, "training_step", own.batch)
             output = self._pl_module.training_step(*arguments)
         loss = output["loss"] if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
@@ -245,7 +306,9 @@ class CostMeasurer:
                 f"`training_step` of {type(self._pl_module).__name__} must return the loss, a"
                 f" tensor, or a dict with it under 'loss'; got {type(loss).__name__}."
             )
-        return loss
+        reported = output.get("num_targets") if isinstance(output, dict) else None
+        num_targets = own.num_targets if reported is None else float(reported)
+        return self._runtime.whole_loss(loss, num_targets)
 
     def _sp_sizes(self) -> tuple[int, ...]:
         allowed = self._strategy.settings.planning.sp_sizes

@@ -22,11 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_dcp.data.batch import IterationBatch
-from lightning_dcp.parallel.blocks import find_blocks
+from lightning_dcp.parallel.blocks import find_stacks
+from lightning_dcp.parallel.huggingface import PreparedModels, prepare_models
+from lightning_dcp.parallel.rng import generators_of
 from lightning_dcp.parallel.runtime import BlockRuntime
 from lightning_dcp.parallel.topology import Topology
 from lightning_dcp.planning.report import IterationReport
@@ -57,14 +60,22 @@ from lightning_dcp.strategies.evaluation.run import (
     evaluation_runtime,
     fixed_evaluation_bytes,
 )
-from lightning_dcp.strategies.gradients import scale
+from lightning_dcp.strategies.gradients import scale, used_nowhere
 from lightning_dcp.strategies.iteration import IterationRunner
 from lightning_dcp.strategies.iteration_logs import IterationLogs
+from lightning_dcp.strategies.measuring import compute_dtype
 from lightning_dcp.strategies.metric_objects import metrics_of, unequal_lists_gathered
+from lightning_dcp.strategies.own_inputs import step_inputs
 from lightning_dcp.strategies.preparation import Preparation, TrainPreparer
 from lightning_dcp.strategies.process_exit import destroy_groups_at_exit
+from lightning_dcp.strategies.replicas import (
+    num_shared,
+    refuse_unequal_losses,
+    tolerance_of,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from datetime import timedelta
 
     import lightning as L
@@ -94,7 +105,9 @@ class DCPStrategyMixin(Engine):
     _throughput: IterationThroughput | None = None
     _decisions: AgreedDecisions | None = None
     _metrics_patch: ExitStack | None = None
+    _prepared_models: PreparedModels | None = None
     _iteration_loss: Tensor | None = None
+    _loss_tolerance: float = 0.0
     _overhead_s: float = 0.0
     _exchanged_s: float | None = None
     #: Whether `training_step` has written to parameters in the running iteration.
@@ -151,6 +164,7 @@ class DCPStrategyMixin(Engine):
             self.accelerator.setup(trainer)
             self.model = self.precision_plugin.convert_module(pl_module)
             pl_module.to(self.root_device)
+            self._prepare_models(pl_module)
             self._setup_dcp(trainer, pl_module)
         if self.world_size > 1:
             self._metrics_patch = ExitStack()
@@ -160,9 +174,32 @@ class DCPStrategyMixin(Engine):
             compat.reload_train_loader(trainer)
         self._setup_evaluation(trainer, pl_module)
 
+    def _prepare_models(self, pl_module: L.LightningModule) -> None:
+        """Give Hugging Face models what sharding and recomputation need."""
+        sp_sizes = self.settings.planning.sp_sizes
+        self._prepared_models = prepared = collectively(
+            "Preparing the Hugging Face models",
+            lambda: prepare_models(
+                pl_module,
+                sharded=self.world_size > 1 and (sp_sizes is None or max(sp_sizes) > 1),
+                ignore_index=self.settings.ignore_index,
+            ),
+        )
+        if prepared is not None:
+            for notice in prepared.notices:
+                rank_zero_info(f"DCP: {notice}.")
+            for warning in prepared.warnings:
+                rank_zero_warn(f"DCP: {warning}.")
+
+    @property
+    def shifts_labels(self) -> bool:
+        """Whether the first label of each sequence bears no loss, as the model shifts them."""
+        return self._prepared_models is not None and self._prepared_models.losses.shifts
+
     def _setup_evaluation(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let batches of validation, testing and prediction follow plans too."""
         if self._topology is None:  # no training in this run
+            self._prepare_models(pl_module)
             self._topology = self._make_topology()
             self._runtime = evaluation_runtime(
                 pl_module, self.settings, self._topology, self.root_device
@@ -199,17 +236,19 @@ class DCPStrategyMixin(Engine):
 
     def _setup_dcp(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Blocks, groups, train loader, profile, planner: in the order they need each other."""
-        stack = collectively(
-            "Finding the model's blocks", lambda: find_blocks(pl_module, self.settings.blocks)
+        stacks = collectively(
+            "Finding the model's blocks", lambda: find_stacks(pl_module, self.settings.blocks)
         )
         self._topology = self._make_topology()
         self._topology.create_groups()
         self._runtime = BlockRuntime(
-            stack,
+            stacks,
             self._topology,
             sequence_dims=self.settings.sequence_dims,
             device=self.root_device,
         )
+        self._runtime.inputs = step_inputs(pl_module, self.settings)
+        self._runtime.packing = self.settings.planning.packing
         self._runtime.attach()
         self._same_on_all_ranks(pl_module)
         preparer = TrainPreparer(self, trainer, pl_module, self._runtime, self._topology)
@@ -240,15 +279,17 @@ class DCPStrategyMixin(Engine):
             device=self.root_device,
         )
         results.collector = self._logs.take
+        self._loss_tolerance = tolerance_of(compute_dtype(self, pl_module))
         self._decisions = AgreedDecisions(trainer, self.sum_over_ranks)
         fixed = preparer.fixed_bytes
         self._runner = IterationRunner(
             self,
-            memory=MemoryMeter(pl_module, stack.blocks, self.root_device, fixed),
+            memory=MemoryMeter(pl_module, self._runtime.blocks, self.root_device, fixed),
             runtime=self._runtime,
             topology=self._topology,
             logs=self._logs,
             find_metrics=partial(metrics_of, pl_module),
+            find_generators=partial(generators_of, pl_module),
             loss_average=self.settings.loss_average,
             ignore_index=self.settings.ignore_index,
             backend_averages=self.world_size,
@@ -256,6 +297,7 @@ class DCPStrategyMixin(Engine):
             rank=self.global_rank,
             device=self.root_device,
             hooks_change_batches=compat.has_transfer_hooks(trainer, pl_module),
+            own_losses=None if self._prepared_models is None else self._prepared_models.losses,
         )
 
     @property
@@ -278,6 +320,9 @@ class DCPStrategyMixin(Engine):
             self._decisions.remove()
         if self._runtime is not None:
             self._runtime.detach()
+        if self._prepared_models is not None:
+            self._prepared_models.undo()
+            self._prepared_models = None
         if self._topology is not None:
             self._topology.destroy()
         if self._metrics_patch is not None:
@@ -346,17 +391,31 @@ class DCPStrategyMixin(Engine):
         assert self.lightning_module is not None and self._throughput is not None
         state = self._runner.state
         assert state is not None
+        trainable = [p for p in self.lightning_module.parameters() if p.requires_grad]
+        without_gradient = self._without_gradient(trainable)
         counts = self._throughput.counts
-        figures = torch.zeros(7 + len(counts), dtype=torch.float64, device=self.root_device)
+        losses = state.shared_losses
+        end = 8 + len(counts)
+        figures = torch.zeros(
+            end + num_shared(state.plan), dtype=torch.float64, device=self.root_device
+        )
         figures[0], figures[1] = state.targets, state.loss_sum
         figures[2], figures[3] = state.busy_s(), self._runner.memory.peak_bytes
         figures[4], figures[5] = time.perf_counter() - state.started_s, self._overhead_s
-        figures[6] = self._written
-        figures[7:] = figures.new_tensor(counts)
+        figures[6], figures[7] = self._written, any(without_gradient)
+        figures[8:end] = figures.new_tensor(counts)
+        if losses:
+            figures[end : end + len(losses)] = torch.stack(losses)
         rows = self._logs.reduce_and_file(figures)
-        self._throughput.finish_iteration(rows[:, 7:].sum(0).tolist())
+        self._throughput.finish_iteration(rows[:, 8:end].sum(0).tolist())
         self._written = False
         refuse_written_parameters(rows[:, 6].tolist(), self.strategy_name)
+        if self.settings.shard == "blocks":  # else each rank's loss is that of its slice
+            refuse_unequal_losses(state.plan, rows[:, end:], self._loss_tolerance)
+        # Where one rank has used every parameter, none is left to ask for.
+        unused = (
+            used_nowhere(without_gradient, self.root_device) if bool(rows[:, 7].all()) else []
+        )
         self._exchanged_s = time.perf_counter()
         targets = float(rows[:, 0].sum())
         self._iteration_loss = rows[:, 1].sum() / (targets or 1.0)
@@ -364,6 +423,7 @@ class DCPStrategyMixin(Engine):
             factor = state.reference_targets / targets
             scale([self._gradient(p) for p in self.lightning_module.parameters()], factor)
         self._reduce_gradients()
+        self._forget_gradients(unused)
         self.last_report = IterationReport(
             plan=state.plan,
             busy_s=tuple(rows[:, 2].tolist()),
@@ -373,12 +433,24 @@ class DCPStrategyMixin(Engine):
             num_targets=targets,
         )
 
+    def _forget_gradients(self, indices: Sequence[int]) -> None:
+        """Take the zeros away that unused parameters were reduced with.
+
+        An optimizer passes over a parameter without a gradient, but decays one that has zeros.
+        """
+        assert self.lightning_module is not None
+        trainable = [p for p in self.lightning_module.parameters() if p.requires_grad]
+        if len(indices) == len(trainable):  # no loss at all: a gradient scaler needs something
+            return
+        for index in indices:
+            trainable[index].grad = None
+
     # ---- what the runner asks for (`StepHost`) ---------------------------------------------------
 
     def forward_micro_batch(self, batch: Any, *rest: Any) -> Any:
         """Run the user's `training_step` on one micro-batch."""
-        assert self._logs is not None and self._throughput is not None
-        self._throughput.count(batch, self._logs.share)
+        assert self._runner is not None and self._throughput is not None
+        self._throughput.count(self._runner.whole_batch, self._runner.whole_share)
         before = self._versions()
         with self._profiled("[DCP]micro_batch_forward"):
             output = self._forward_training_step(batch, *rest)

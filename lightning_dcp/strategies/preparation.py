@@ -110,6 +110,9 @@ class TrainPreparer:
         )
         limit = memory_limit(self._strategy)
         check_memory_limit(limit, self.fixed_bytes)
+        packing = None
+        if planning.packing:
+            packing = self._measurer.packing_collate(spec, lengths, self._datamodule)
         if self._profile is None:
             self._profile = self._measurer.profile(
                 spec, lengths, limit, self.fixed_bytes, self._datamodule
@@ -154,6 +157,7 @@ class TrainPreparer:
                 world_size=self._topology.world_size,
                 truncate=getattr(self._datamodule, "truncate_sample", None),
                 epoch=self._trainer.current_epoch,
+                packing=packing,
             ),
         )
         return Preparation(

@@ -167,6 +167,15 @@ class ShardedModule:
             return accumulated
         return parameter.grad
 
+    def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
+        """The same of several, as they are: in the type that they accumulate in."""
+        managed = {
+            id(m.unsharded_param): m.unsharded_accumulated_grad
+            for m in self._managed()
+            if m.unsharded_accumulated_grad is not None
+        }
+        return [managed.get(id(parameter), parameter.grad) for parameter in parameters]
+
     def reduce(self) -> None:
         """Average what has accumulated over ranks, into the shards, and reshard. A collective.
 

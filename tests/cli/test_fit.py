@@ -80,11 +80,12 @@ OPTIONS: dict[str, Any] = {
         "sp_sizes": [1, 2],
         "on_too_long": "skip",
     },
-    "profiling": {"budget_s": 2.5, "lengths": [8, 16, 32], "check_sharding": False},
+    "profiling": {"budget_s": 2.5, "lengths": [8, 16, 32]},
     "blocks": "model.layers",
     "sequence_dims": {"mask": None, "0": 1},
     "loss_average": "samples",
     "ignore_index": -1,
+    "self_check": False,
     "timeout": "0:10:00",
 }
 
@@ -128,12 +129,10 @@ def test_every_kind_of_option_reaches_the_strategy(path: str, way: str, folder: 
         on_too_long="skip",
         seed=7 if way == "file and flags" else None,
     )
-    assert profiling == lightning_dcp.ProfilingOptions(
-        budget_s=2.5, lengths=(8, 16, 32), check_sharding=False
-    )
+    assert profiling == lightning_dcp.ProfilingOptions(budget_s=2.5, lengths=(8, 16, 32))
     assert settings.sequence_dims == {"mask": None, "0": 1}
     assert (settings.blocks, settings.loss_average) == ("model.layers", "samples")
-    assert settings.ignore_index == -1
+    assert (settings.ignore_index, settings.self_check) == (-1, False)
     assert strategy._timeout == timedelta(minutes=10)
 
 

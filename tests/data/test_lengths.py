@@ -182,7 +182,7 @@ class Wrong(TokenDataset):
         ([3, 1.5, 4, 1, 5, 9, 2, 6], ValueError, "Sample 1 .* length 1.5"),
         (["3", 1, 4, 1, 5, 9, 2, 6], TypeError, "Sample 0 .* '3'"),
         (17, TypeError, "sequence of integers; got int"),
-        (torch.zeros(8, 2, dtype=torch.int64), ValueError, r"one-dimensional; got shape \(8, 2\)"),
+        (torch.zeros(8, 3, dtype=torch.int64), ValueError, r"one-dimensional; got shape \(8, 3\)"),
     ],
 )
 def test_wrong_lengths_say_where_they_came_from(given: Any, kind: type, message: str) -> None:

@@ -150,6 +150,7 @@ class Odd(nn.Module):
             return x + self.weights(x, x, x)[1].sum()
         q = self.linear(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
         k, causal = q, False
+        gqa: dict[str, bool] = {}
         if self.way == "added keys":
             k = torch.cat([self.extra.expand(len(x), -1, -1, -1), k], 2)
         elif self.way == "windows":
@@ -160,9 +161,9 @@ class Odd(nn.Module):
             mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
         elif self.way == "no heads":
             q = k = x[0]
-        elif self.way == "three heads":
-            q = k = q[:, :3]
-        out = F.scaled_dot_product_attention(q, k, k, mask, is_causal=causal)
+        elif self.way == "three heads of keys":
+            k, gqa = q[:, :3], {"enable_gqa": True}
+        out = F.scaled_dot_product_attention(q, k, k, mask, is_causal=causal, **gqa)
         if out.shape != x.unflatten(-1, (HEADS, -1)).transpose(1, 2).shape:
             return x
         return x + out.transpose(1, 2).flatten(2)
@@ -189,8 +190,8 @@ REFUSALS = {
     "latents": "3 queries to 4 keys",
     "own mask": r"mask of shape \(4, 4\).*must be those of the whole sequence, \(..., 8 or 1, 8\)",
     "no heads": "needs a dimension of heads",
-    "three heads": r"2 does not divide the 3 attention heads",
-    "bias_kv": "with bias_k inside sharded blocks",
+    "three heads of keys": r"attention of 4 heads cannot share keys and values of 3 and 3",
+    "bias_kv": "with bias_k inside sharded or packed blocks",
     "uses weights": "attention weights that nn.MultiheadAttention returns are not available",
 }
 
@@ -338,7 +339,7 @@ def error_in_a_block(rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("length", "sp_size", "taken", "expected"),
-    [(16, 4, set(), 4), (13, 4, set(), 4), (3, 4, set(), 1), (1, 2, set(), 2), (16, 4, {4, 5}, 6)],
+    [(16, 4, set(), 4), (13, 4, set(), 4), (3, 4, set(), 2), (1, 2, set(), 2), (16, 4, {4, 5}, 6)],
 )
 def test_local_length_tells_what_a_tensor_is(length, sp_size, taken, expected):
     local = choose_local_length(length, sp_size, taken)

@@ -7,8 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lightning_dcp.planning import CostModel, fit_cost_model
+from lightning_dcp.planning import BlockCosts, CostModel, Measurement, fit_cost_model
 from lightning_dcp.planning import cost_model as module
+from lightning_dcp.planning.stack_terms import recompute_order
 from tests.planning.costs import FIXED_BYTES, NUM_BLOCKS, cost_model, grid, measure
 
 UNSEEN = [(2, 1000, 1), (3, 200, 2), (8, 64, 4), (1, 9000, 1), (1, 60000, 4), (64, 32, 2)]
@@ -170,3 +171,80 @@ def test_wrong_input() -> None:
         dataclasses.replace(measure(1, 64, 1), forward_s=float("nan"))
     with pytest.raises(ValueError, match="power of two"):
         dataclasses.replace(measure(1, 64, 1), sp_size=3)
+
+
+# ---- several stacks of blocks --------------------------------------------------------------------
+
+
+def measured_stacks(b: int, s: int, p: int, *, frozen: bool = False) -> Measurement:
+    """As `measure`, with a second stack that sees 50 tokens of every sample, not s."""
+    tower = BlockCosts(
+        forward_s=3e-4 + 2e-5 * b / p,
+        backward_s=0.0 if frozen else 5e-4 + 4e-5 * b / p,
+        saved_bytes=0.0 if frozen else 90_000.0 * b / p,
+        input_bytes=6_000.0 * b / p,
+    )
+    return dataclasses.replace(measure(b, s, p), others=(tower,))
+
+
+def stacked(frozen: bool = False, **options) -> CostModel:
+    points = [measured_stacks(m.batch_size, m.seq_len, m.sp_size, frozen=frozen) for m in grid()]
+    return fit_cost_model(points, num_blocks=(8, 3), fixed_bytes=FIXED_BYTES, **options)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_stacks_are_separate_terms(order):
+    model = stacked(order=order)
+    assert model.num_blocks == 11
+    b, s, p = 3, 700, 2
+    point = measured_stacks(b, s, p)
+    main, tower = point.stacks
+    for r in range(12):
+        in_first = min(r, (8, 3)[order[0]])
+        recomputed = {order[0]: in_first, order[1]: r - in_first}
+        time = point.rest_s
+        memory = point.rest_bytes + FIXED_BYTES
+        live = 0.0
+        for i, (number, block) in enumerate([(8, main), (3, tower)]):
+            time += number * (block.forward_s + block.backward_s)
+            time += recomputed[i] * block.forward_s
+            memory += (number - recomputed[i]) * block.saved_bytes + number * block.input_bytes
+            live = max(live, block.saved_bytes if recomputed[i] == number else 0.0)
+        assert float(model.time_s(b, s, p, r)) == pytest.approx(time, rel=1e-3)
+        assert float(model.memory_bytes(b, s, p, r)) == pytest.approx(memory + live, rel=1e-3)
+
+
+def test_smallest_recompute_over_stacks():
+    rng = np.random.default_rng(4)
+    for order in [(0, 1), (1, 0)]:
+        model = stacked(order=order)
+        for _ in range(40):
+            b, s, p = int(rng.integers(1, 9)), int(rng.integers(20, 9000)), int(rng.choice([1, 2]))
+            all_r = np.arange(12)
+            memory = model.memory_bytes(b, s, p, all_r)
+            assert (np.diff(memory) <= 0).all()
+            limit = int(rng.integers(int(memory[-1] * 0.9), int(memory[0] * 1.1)))
+            fitting = all_r[memory <= limit]
+            expected = int(fitting[0]) if len(fitting) else -1
+            assert int(model.min_recompute(b, s, p, limit)) == expected
+
+
+def test_stacks_are_recomputed_by_bytes_per_second():
+    points = [measured_stacks(1, s, 1) for s in (64, 512)]
+    assert recompute_order(points) == (1, 0)  # 90,000 bytes in 0.3 ms
+    assert recompute_order([measured_stacks(1, s, 1, frozen=True) for s in (64, 512)]) == (0, 1)
+    model = stacked(frozen=True)
+    assert model.recompute_order == (0, 1)
+    # No backward comes to a frozen stack, so that nothing of it runs again.
+    assert model.time_s(1, 512, 1, 11) == model.time_s(1, 512, 1, 8)
+    again = CostModel.from_json(model.to_json())
+    assert again == model
+    assert again.fingerprint() == model.fingerprint()
+
+
+def test_wrong_stacks():
+    points = [measured_stacks(1, s, 1) for s in (64, 512)]
+    with pytest.raises(ValueError, match="must be of 1 stacks"):
+        fit_cost_model(points, num_blocks=3, fixed_bytes=0)
+    with pytest.raises(ValueError, match=r"\(0, 0\) is no order of 2 stacks"):
+        fit_cost_model(points, num_blocks=(3, 2), fixed_bytes=0, order=(0, 0))

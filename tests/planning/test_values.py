@@ -264,3 +264,17 @@ def test_edges_are_the_best_of_their_number() -> None:
 def test_length_outside_the_edges() -> None:
     with pytest.raises(ValueError, match=r"Sample 1 of length 9 is in no bucket.*from 1 to 7"):
         Buckets((1, 8)).index_of([7, 9])
+
+
+def test_pairs_of_lengths_are_counted_as_tokens() -> None:
+    """Samples with two axes: frames and patches of a frame, say."""
+    pairs = [(2, 3), (4, 5)]
+    assert lengths_of(pairs) == lengths_of(np.array(pairs)) == [6, 20]
+    with pytest.raises(ValueError, match="Sample 1 of the dataset has length -5"):
+        lengths_of([(2, 3), (-4, -5)])
+    with pytest.raises(TypeError, match=r"Sample 0 of the dataset has length \(1, 2, 3\)"):
+        lengths_of([(1, 2, 3)])
+
+
+def lengths_of(values: object) -> list[int]:
+    return as_lengths(values).tolist()

@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision, MixedPrecisi
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_dcp.data.packing import Layout, PackingCollate
 from lightning_dcp.planning.plan import Plan
 from lightning_dcp.profiling.preserve import preserve
 from lightning_dcp.strategies.ddp import DCPDDPStrategy
@@ -34,6 +35,8 @@ from tests.strategies.toys import (
     whole,
 )
 
+#: Of `Sequences`, whose labels are shifted already.
+PACKING = PackingCollate(Layout(("ids", "labels")))
 LENGTHS = [9, 30, 5, 12, 7, 3, 11, 2, 8, 14, 1, 6, 17, 4, 10, 13, 19, 21, 5, 2]
 NUM_BLOCKS = 3
 STRATEGIES: dict[str, Any] = {
@@ -108,7 +111,8 @@ class Watch(L.Callback):
         step = optimizer.step
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            self.gradients.append({n: full_gradient(p) for n, p in pl_module.named_parameters()})
+            named = pl_module.named_parameters()
+            self.gradients.append({n: full_gradient(p) for n, p in named if p.requires_grad})
             return step(*args, **kwargs)
 
         optimizer.step = watched
@@ -136,8 +140,13 @@ def hand_planned(strategy: Any, plans: list[Plan] | HandPlanner) -> Iterator[Non
                     with self._runtime.micro_batch(group=group, observe=True):
                         self._pl_module(torch.ones(1, length, dtype=torch.long)).sum().backward()
             planner: Any = HandPlanner(plans) if isinstance(plans, list) else plans
+            packing = PACKING if strategy.settings.planning.packing else None
             plan_loader = build_plan_loader(
-                dataloader, planner, rank=strategy.global_rank, world_size=strategy.world_size
+                dataloader,
+                planner,
+                rank=strategy.global_rank,
+                world_size=strategy.world_size,
+                packing=packing,
             )
             return preparation.Preparation(planner, None, plan_loader, False)  # type: ignore[arg-type]
 

@@ -95,3 +95,15 @@ class TestExactness:
         wanted = wanted_of(1, name=name, double=True)
         results = world.run(train, name, 1, double=True, loss_average="samples")
         assert largest_relative_error(results[0]["gradients"][0], wanted.gradients[0]) > 1e-2
+
+
+def test_more_ranks_than_heads(world: World) -> None:
+    """One head on 1, 2 and 4 ranks: attention goes in a ring."""
+    wanted = wanted_of(3, double=True, num_heads=1)
+    for result in world.run(train, "dcp_ddp", 3, double=True, num_heads=1):
+        for step in range(3):
+            assert (
+                largest_relative_error(result["gradients"][step], wanted.gradients[step]) <= 1e-12
+            )
+        assert largest_relative_error(result["parameters"], wanted.parameters) <= 1e-12
+        assert result["losses"] == pytest.approx(wanted.losses, rel=1e-12)

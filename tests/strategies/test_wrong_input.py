@@ -398,8 +398,7 @@ class TestWrongInput:
         assert world.run(too_long_is_skipped) == [((7,), 2), ((7,), 2)]
 
     def test_heads_that_two_does_not_divide(self, world: World) -> None:
-        for exclusions in world.run(odd_heads):
-            assert list(exclusions) == [2] and "3" in exclusions[2] and "head" in exclusions[2]
+        assert world.run(odd_heads) == [{}, {}]
 
     def test_fewer_samples_than_ranks(self, world: World) -> None:
         assert world.run(one_sample) == [1, 1]

@@ -24,6 +24,7 @@ from lightning_dcp.planning.evaluation_memory import (
 from lightning_dcp.planning.lengths import IntArray
 from lightning_dcp.profiling.evaluation_probe import EvaluationProbe, ProbeFailed, trial_lengths
 from lightning_dcp.profiling.preserve import preserve
+from lightning_dcp.profiling.stack_check import leave_out_unfit
 from lightning_dcp.strategies._lightning_compat import evaluation as compat_eval
 from lightning_dcp.strategies._lightning_compat import training as compat
 from lightning_dcp.strategies.agreement import gather_objects
@@ -40,6 +41,11 @@ if TYPE_CHECKING:
 
 class EvaluatingStrategy(PreparingStrategy, Protocol):
     """What is asked of the strategy while its loaders are prepared and batches evaluated."""
+
+    @property
+    def shifts_labels(self) -> bool:
+        """Whether the first label of each sequence bears no loss, as the model shifts them."""
+        ...
 
     @property
     def cost_profile(self) -> CostProfile | None:
@@ -102,7 +108,10 @@ class EvaluationMeasurer:
     ) -> EvaluationMemory | None:
         """Bytes by SP size, as far as sizes are needed; None where nothing could be measured."""
         spare = limit - self._fixed_bytes
-        make = MicroBatchMaker(dataloader.dataset, lengths, dataloader.collate_fn)
+        alone = self._strategy.settings.planning.max_batch_size == 1
+        make = MicroBatchMaker(
+            dataloader.dataset, lengths, dataloader.collate_fn, equal_lengths=alone
+        )
         batch_to_device, device = self._strategy.batch_to_device, self._strategy.root_device
         step: Callable[..., Any] = getattr(self._strategy, self._step_name)
         place = index if num_loaders > 1 else None
@@ -178,9 +187,10 @@ class EvaluationMeasurer:
         if self._runtime.signature is None:
             with self._probing():
                 probe.measure(1, lengths, spare_bytes=spare, observe=True)
+            leave_out_unfit(self._runtime, gather_objects)
         found = self._runtime.sp_size_exclusions(sizes)
         left = [p for p in sizes if p not in found]
-        if left and self._strategy.settings.profiling.check_sharding:
+        if left and self._strategy.settings.self_check:
             dtype = compute_dtype(self._strategy, self._pl_module)
             with self._probing(parameters=True):
                 found.update(probe.exclusions(left, lengths, dtype))

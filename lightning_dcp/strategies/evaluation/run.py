@@ -22,7 +22,7 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from typing_extensions import override
 
 from lightning_dcp.data.evaluation_loader import EvaluationSampler
-from lightning_dcp.parallel.blocks import find_blocks
+from lightning_dcp.parallel.blocks import find_stacks
 from lightning_dcp.parallel.runtime import BlockRuntime
 from lightning_dcp.parallel.targets import count_targets
 from lightning_dcp.planning.evaluation import EvaluationPlanner, Share
@@ -49,10 +49,10 @@ def evaluation_runtime(
 ) -> BlockRuntime | None:
     """For a run without training: the runtime of the model's blocks, attached; None without any."""
     try:
-        stack = find_blocks(pl_module, settings.blocks)
+        stacks = find_stacks(pl_module, settings.blocks)
     except ValueError:
         return None
-    runtime = BlockRuntime(stack, topology, sequence_dims=settings.sequence_dims, device=device)
+    runtime = BlockRuntime(stacks, topology, sequence_dims=settings.sequence_dims, device=device)
     runtime.attach()
     return runtime
 
@@ -222,7 +222,9 @@ class Evaluation:
         settings = self._strategy.settings
         micro_batch = share.micro_batch
         if settings.loss_average != "samples":
-            counted = count_targets(batch, ignore_index=settings.ignore_index)
+            counted = count_targets(
+                batch, ignore_index=settings.ignore_index, shifted=self._strategy.shifts_labels
+            )
             if counted is not None:
                 return float(counted)
             if settings.loss_average == "tokens":

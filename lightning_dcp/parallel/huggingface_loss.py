@@ -1,0 +1,97 @@
+"""How many elements the loss inside a Hugging Face model was a mean over.
+
+A causal language model shifts labels inside: the first label of each sequence bears no loss, so
+that counting labels gives one too many per sample. Whether it does depends on the model (T5 and
+BERT do not) and on the call (no labels, no loss; or labels that are shifted already): its loss
+function is watched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["OwnLosses"]
+
+_CAUSAL = "ForCausalLMLoss"
+
+
+class OwnLosses:
+    """Watches the loss functions of models that shift labels.
+
+    Args:
+        models: of the library; others of it than causal language models are left alone.
+        ignore_index: label that bears no loss.
+    """
+
+    def __init__(self, models: list[Any], ignore_index: int = -100) -> None:
+        self._ignore_index = ignore_index
+        self._counts: list[Tensor] = []
+        self._restore: list[Callable[[], object]] = []
+        for model in models:
+            if "loss_function" in _names_in_forward(model):
+                self._watch(model)
+        self._shifts = bool(self._restore)
+
+    @property
+    def shifts(self) -> bool:
+        """Whether the first label of each sequence is expected to bear no loss."""
+        return self._shifts
+
+    def forget(self) -> None:
+        """What was seen so far is not part of the step that follows."""
+        self._counts = []
+
+    def take(self) -> float | None:
+        """Elements of the step's loss since ``forget``; None where there was none, or several."""
+        counts, self._counts = self._counts, []
+        if self._restore:
+            self._shifts = bool(counts)
+        return float(counts[0]) if len(counts) == 1 else None
+
+    def close(self) -> None:
+        """Give the models their loss functions back."""
+        while self._restore:
+            self._restore.pop()()
+        self._shifts = False
+
+    def _watch(self, model: Any) -> None:
+        original = model.loss_function
+        if getattr(original, "__name__", "") != _CAUSAL:
+            return
+        own = vars(model).get("_loss_function")
+
+        def tell(labels: Tensor | None, **kwargs: Any) -> None:
+            if kwargs.get("num_items_in_batch") is not None:
+                raise ValueError(
+                    f"{type(model).__name__} was given num_items_in_batch, by which it divides its "
+                    f"loss, but the strategy weights micro-batches by their own elements. Leave it "
+                    f"out of the batch"
+                )
+            targets = kwargs.get("shift_labels")
+            if targets is None and labels is not None:
+                targets = labels[..., 1:]
+            if targets is not None and len(self._counts) < 2:
+                ignored = kwargs.get("ignore_index", self._ignore_index)
+                self._counts.append((targets != ignored).sum())
+
+        @functools.wraps(original)
+        def watched(logits: Tensor, labels: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+            tell(labels, **kwargs)
+            return original(logits, labels, *args, **kwargs)
+
+        vars(model)["_loss_function"] = watched
+        if own is None:
+            self._restore.append(lambda: vars(model).pop("_loss_function", None))
+        else:
+            self._restore.append(lambda: vars(model).__setitem__("_loss_function", own))
+
+
+def _names_in_forward(model: Any) -> tuple[str, ...]:
+    """Attributes that the model's ``forward`` uses."""
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    return () if code is None else code.co_names
