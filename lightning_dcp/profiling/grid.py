@@ -71,23 +71,23 @@ def is_shared(length: int, sp_size: int) -> bool:
 def mandatory_trials(
     lengths: Sequence[int], sp_sizes: Sequence[int], num_samples: int
 ) -> tuple[Trial, ...]:
-    """Those without which no fit exists: 1 and 2 samples of three of the lengths that are shared.
+    """Those without which no fit is of use: 1 and 2 samples of the shortest lengths and of a middle.
 
-    The shortest, and others up to the middle of the grid: neighbours at its low end differ by
-    noise, and where time allows nothing else, longer samples would seem to cost nothing.
+    The shortest ones differ by noise, and where time allows nothing else, longer samples would seem
+    to cost nothing.
     """
     return tuple(
         Trial(batch_size, length, sp_size)
         for sp_size in sp_sizes
-        for length in _up_to_the_middle([n for n in lengths if is_shared(n, sp_size)])
+        for length in _shortest_and_middle([n for n in lengths if is_shared(n, sp_size)])
         for batch_size in range(1, MIN_BATCH_SIZES + 1)
         if batch_size <= num_samples
     )
 
 
-def _up_to_the_middle(lengths: Sequence[int]) -> list[int]:
-    step = max(1, len(lengths) // (2 * (MIN_LENGTHS - 1)))
-    return list(lengths[::step][:MIN_LENGTHS])
+def _shortest_and_middle(lengths: Sequence[int]) -> list[int]:
+    middle = len(lengths) // 2
+    return [*lengths[:MIN_LENGTHS], *([lengths[middle]] if middle >= MIN_LENGTHS else [])]
 
 
 def climb(lengths: Sequence[int], sp_sizes: Sequence[int]) -> Iterator[Trial]:

@@ -351,6 +351,10 @@ class IterationRunner:
             self.whole_batch = None
             if self._own_losses is not None and self._loss_average != "samples":
                 counted = self._own_losses.take()
+                if counted is None and not self._own_losses.shifts:
+                    # The step took its loss from elsewhere, which was not known when the iteration
+                    # began: the first labels bear loss as well.
+                    counted = self._expected_targets(micro_batch, data)
                 if counted is not None and (not shares_inputs or own.num_targets is None):
                     pending = replace(pending, expected_targets=counted)
             loss, num_targets = _loss_and_targets(output, pending)

@@ -81,6 +81,10 @@ class PreparingStrategy(Protocol):
         """Wait for all ranks."""
         ...
 
+    def learn_from_losses(self) -> None:
+        """A training step has run: does the model shift labels?"""
+        ...
+
     def fixed_bytes(self, pl_module: L.LightningModule) -> int:
         """Bytes per rank that stay: parameters, gradients, optimizer state, buffers."""
         ...
@@ -300,6 +304,7 @@ class CostMeasurer:
         with self._strategy.profile_context():
             arguments = compat.step_arguments(self._pl_module, "training_step", own.batch)
             output = self._pl_module.training_step(*arguments)
+        self._strategy.learn_from_losses()
         loss = output["loss"] if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise TypeError(

@@ -196,6 +196,11 @@ class DCPStrategyMixin(Engine):
         """Whether the first label of each sequence bears no loss, as the model shifts them."""
         return self._prepared_models is not None and self._prepared_models.losses.shifts
 
+    def learn_from_losses(self) -> None:
+        """Take note of the losses of Hugging Face models in a training step that just ran."""
+        if self._prepared_models is not None:
+            self._prepared_models.losses.take()
+
     def _setup_evaluation(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let batches of validation, testing and prediction follow plans too."""
         if self._topology is None:  # no training in this run
@@ -413,9 +418,7 @@ class DCPStrategyMixin(Engine):
         if self.settings.shard == "blocks":  # else each rank's loss is that of its slice
             refuse_unequal_losses(state.plan, rows[:, end:], self._loss_tolerance)
         # Where one rank has used every parameter, none is left to ask for.
-        unused = (
-            used_nowhere(without_gradient, self.root_device) if bool(rows[:, 7].all()) else []
-        )
+        unused = used_nowhere(without_gradient, self.root_device) if bool(rows[:, 7].all()) else []
         self._exchanged_s = time.perf_counter()
         targets = float(rows[:, 0].sum())
         self._iteration_loss = rows[:, 1].sum() / (targets or 1.0)

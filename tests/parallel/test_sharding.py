@@ -191,7 +191,7 @@ REFUSALS = {
     "own mask": r"mask of shape \(4, 4\).*must be those of the whole sequence, \(..., 8 or 1, 8\)",
     "no heads": "needs a dimension of heads",
     "three heads of keys": r"attention of 4 heads cannot share keys and values of 3 and 3",
-    "bias_kv": "with bias_k inside sharded or packed blocks",
+    "bias_kv": "with bias_k inside sharded blocks",
     "uses weights": "attention weights that nn.MultiheadAttention returns are not available",
 }
 

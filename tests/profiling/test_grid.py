@@ -59,6 +59,8 @@ def test_order_of_trials() -> None:
         16,
         32,
     }
+    lengths = {t.seq_len for t in mandatory_trials(range(10, 18), (1,), 9)}
+    assert lengths == {10, 11, 12, 14}, "also one that is not next to the others"
     assert list(climb((2, 64), (1, 2, 4))) == [
         Trial(1, 2, 1),
         Trial(1, 64, 1),

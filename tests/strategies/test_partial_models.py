@@ -78,6 +78,16 @@ class LoraLM(ToyLM):
         for name, parameter in self.model.named_parameters():
             if "lora_B" in name:  # zero at first, which would leave nothing to compare
                 nn.init.normal_(parameter, std=0.1)
+        # The library's norms compute in float32, whatever the model's type.
+        norms = [
+            (m, n)
+            for m in self.model.modules()
+            for n, c in m.named_children()
+            if "Norm" in type(c).__name__
+        ]
+        for parent, name in norms:
+            setattr(parent, name, nn.RMSNorm(16))
+            getattr(parent, name).requires_grad_(False)
         del self.embed, self.blocks, self.norm, self.head
         self.blocks = self.model.base_model.model.model.layers
         if double:
