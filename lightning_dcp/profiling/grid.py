@@ -71,7 +71,7 @@ def is_shared(length: int, sp_size: int) -> bool:
 def mandatory_trials(
     lengths: Sequence[int], sp_sizes: Sequence[int], num_samples: int
 ) -> tuple[Trial, ...]:
-    """Those without which no fit is of use: 1 and 2 samples of the shortest lengths and of a middle.
+    """Those without which no fit is of use: 1, 2 samples of the shortest lengths and of another.
 
     The shortest ones differ by noise, and where time allows nothing else, longer samples would seem
     to cost nothing.

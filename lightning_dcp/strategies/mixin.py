@@ -60,6 +60,7 @@ from lightning_dcp.strategies.evaluation.run import (
     evaluation_runtime,
     fixed_evaluation_bytes,
 )
+from lightning_dcp.strategies.figures import AllFigures, RankFigures
 from lightning_dcp.strategies.gradients import scale, used_nowhere
 from lightning_dcp.strategies.iteration import IterationRunner
 from lightning_dcp.strategies.iteration_logs import IterationLogs
@@ -399,29 +400,31 @@ class DCPStrategyMixin(Engine):
         trainable = [p for p in self.lightning_module.parameters() if p.requires_grad]
         without_gradient = self._without_gradient(trainable)
         counts = self._throughput.counts
-        losses = state.shared_losses
-        end = 8 + len(counts)
-        figures = torch.zeros(
-            end + num_shared(state.plan), dtype=torch.float64, device=self.root_device
+        own = RankFigures(
+            targets=state.targets,
+            loss_sum=state.loss_sum,
+            busy_s=state.busy_s(),
+            peak_bytes=self._runner.memory.peak_bytes,
+            wall_s=time.perf_counter() - state.started_s,
+            overhead_s=self._overhead_s,
+            has_written=self._written,
+            lacks_gradients=any(without_gradient),
+            counts=counts,
+            shared_losses=state.shared_losses,
         )
-        figures[0], figures[1] = state.targets, state.loss_sum
-        figures[2], figures[3] = state.busy_s(), self._runner.memory.peak_bytes
-        figures[4], figures[5] = time.perf_counter() - state.started_s, self._overhead_s
-        figures[6], figures[7] = self._written, any(without_gradient)
-        figures[8:end] = figures.new_tensor(counts)
-        if losses:
-            figures[end : end + len(losses)] = torch.stack(losses)
-        rows = self._logs.reduce_and_file(figures)
-        self._throughput.finish_iteration(rows[:, 8:end].sum(0).tolist())
+        rows = self._logs.reduce_and_file(own.packed(num_shared(state.plan), self.root_device))
+        figures = AllFigures(rows, num_counts=len(counts))
+        self._throughput.finish_iteration(figures.counts)
         self._written = False
-        refuse_written_parameters(rows[:, 6].tolist(), self.strategy_name)
+        refuse_written_parameters(figures.of("has_written").tolist(), self.strategy_name)
         if self.settings.shard == "blocks":  # else each rank's loss is that of its slice
-            refuse_unequal_losses(state.plan, rows[:, end:], self._loss_tolerance)
+            refuse_unequal_losses(state.plan, figures.shared_losses, self._loss_tolerance)
         # Where one rank has used every parameter, none is left to ask for.
-        unused = used_nowhere(without_gradient, self.root_device) if bool(rows[:, 7].all()) else []
+        all_lack = bool(figures.of("lacks_gradients").all())
+        unused = used_nowhere(without_gradient, self.root_device) if all_lack else []
         self._exchanged_s = time.perf_counter()
-        targets = float(rows[:, 0].sum())
-        self._iteration_loss = rows[:, 1].sum() / (targets or 1.0)
+        targets = float(figures.of("targets").sum())
+        self._iteration_loss = figures.of("loss_sum").sum() / (targets or 1.0)
         if targets > 0 and targets != state.reference_targets:
             factor = state.reference_targets / targets
             scale([self._gradient(p) for p in self.lightning_module.parameters()], factor)
@@ -429,9 +432,9 @@ class DCPStrategyMixin(Engine):
         self._forget_gradients(unused)
         self.last_report = IterationReport(
             plan=state.plan,
-            busy_s=tuple(rows[:, 2].tolist()),
-            wall_s=float(rows[:, 4].max() + rows[:, 5].max()),
-            peak_bytes=tuple(int(b) for b in rows[:, 3].tolist()),
+            busy_s=tuple(figures.of("busy_s").tolist()),
+            wall_s=float(figures.of("wall_s").max() + figures.of("overhead_s").max()),
+            peak_bytes=tuple(int(b) for b in figures.of("peak_bytes").tolist()),
             loss=float(self._iteration_loss),
             num_targets=targets,
         )

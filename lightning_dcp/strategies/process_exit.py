@@ -17,7 +17,7 @@ import torch.distributed as dist
 __all__ = ["destroy_groups_at_exit"]
 
 #: After an error other ranks may never join what is pending here: the process ends all the same.
-_PATIENCE_S = 5.0
+_PATIENCE_S = 3.0
 
 
 @functools.cache

@@ -69,10 +69,8 @@ def world() -> Iterator[World]:
 @pytest.mark.parametrize(
     ("way", "sp_size", "recompute_blocks"),
     [
-        ("block.compile()", 1, 0),
         ("block.compile()", 1, 2),
         ("block.compile()", 2, 1),
-        ("torch.compile(block)", 1, 1),
         ("torch.compile(block)", 2, 1),
         ("dynamic", 1, 1),
     ],

@@ -202,13 +202,14 @@ except Exception as error:
 
 
 EXITING = """
-import atexit, os, time
+import atexit, os, runpy, time
 import torch
 import torch.distributed as dist
 
 atexit.register(lambda: print("groups are left:", dist.is_initialized(), flush=True))  # runs last
 
-from lightning_dcp.strategies.process_exit import destroy_groups_at_exit
+# by its path: without importing the package, which takes seconds
+destroy_groups_at_exit = runpy.run_path({path!r})["destroy_groups_at_exit"]
 
 if __name__ == "__main__":
     rank, pending = int(os.environ["RANK"]), {pending}
@@ -224,9 +225,12 @@ if __name__ == "__main__":
 """
 
 
+PROCESS_EXIT = str(ROOT / "lightning_dcp" / "strategies" / "process_exit.py")
+
+
 class TestProcessGroupsAtExit:
     def start(self, tmp_path: Path, pending: bool) -> list[subprocess.Popen[str]]:
-        script = write(tmp_path / "exiting.py", EXITING.format(pending=pending))
+        script = write(tmp_path / "exiting.py", EXITING.format(pending=pending, path=PROCESS_EXIT))
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]

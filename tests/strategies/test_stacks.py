@@ -67,11 +67,10 @@ class Plans(L.Callback):
         self.losses.append(trainer.strategy.last_report.loss)
 
 
-def fit(rank: int, folder: str, blocks: Any) -> dict[str, Any]:
+def fit(rank: int, folder: str) -> dict[str, Any]:
     model, plans = Translator(), Plans()
-    limit = DCPDDPStrategy().fixed_bytes(model) + 620_000
+    limit = DCPDDPStrategy().fixed_bytes(model) + 280_000  # too little for the longest on one rank
     strategy = DCPDDPStrategy(
-        blocks=blocks,
         planning=PlanningOptions(memory_limit_bytes=limit),
         profiling=ProfilingOptions(budget_s=0.7, repeats=1, cache_dir=folder),
     )
@@ -111,19 +110,17 @@ def of_one_process(plans: list[Any]) -> tuple[dict[str, Tensor], list[float]]:
 
 def test_fit_of_an_encoder_decoder(tmp_path: Any) -> None:
     with World(4, timeout_s=110) as world:
-        found = world.run(fit, str(tmp_path), None)
-        named = world.run(fit, str(tmp_path), ["net.encoder.block", "net.decoder.block"])
-    for results in (found, named):
-        first = results[0]
-        parameters, losses = of_one_process(first["plans"])
-        micro_batches = [m for plan in first["plans"] for m in plan.micro_batches]
-        assert max(m.sp_size for m in micro_batches) > 1
-        assert len({m.sp_size for m in micro_batches}) > 1
-        assert max(m.recompute_blocks for m in micro_batches) > 0
-        for result in results:
-            assert result["stacks"] == [("net.encoder.block", 3), ("net.decoder.block", 2)]
-            assert result["order"] == first["order"]
-            assert result["exclusions"] == {}
-            assert result["losses"] == first["losses"]
-            assert largest_relative_error(result["parameters"], parameters) <= 1e-12
-        assert max(abs(a - b) for a, b in zip(first["losses"], losses, strict=True)) <= 1e-12
+        results = world.run(fit, str(tmp_path))
+    first = results[0]
+    parameters, losses = of_one_process(first["plans"])
+    micro_batches = [m for plan in first["plans"] for m in plan.micro_batches]
+    assert max(m.sp_size for m in micro_batches) > 1
+    assert len({m.sp_size for m in micro_batches}) > 1
+    assert max(m.recompute_blocks for m in micro_batches) > 0
+    for result in results:
+        assert result["stacks"] == [("net.encoder.block", 3), ("net.decoder.block", 2)]
+        assert result["order"] == first["order"]
+        assert result["exclusions"] == {}
+        assert result["losses"] == first["losses"]
+        assert largest_relative_error(result["parameters"], parameters) <= 1e-12
+    assert max(abs(a - b) for a, b in zip(first["losses"], losses, strict=True)) <= 1e-12
