@@ -168,9 +168,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--strategy", choices=["dcp", "dcp_ddp", "dcp_fsdp"], default="dcp")
+    strategies = ["dcp", "dcp_ddp", "dcp_fsdp"]
+    add("--strategy", choices=strategies, default="dcp", help="on DeepSpeed ZeRO-1, DDP or FSDP2")
     add("--devices", type=int, default=gpus or 4, help="ranks: GPUs where there are some")
-    add("--max-steps", type=int, default=60)
+    add("--max-steps", type=int, default=60, help="optimizer steps")
     add("--memory-limit-mb", type=float, default=None if gpus else 64.0, help="for each rank")
     add("--profile-seconds", type=float, default=15.0, help="budget of the cost profile")
     add("--num-samples", type=int, default=4000, help="training samples")

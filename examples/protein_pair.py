@@ -250,10 +250,10 @@ def main() -> None:
     from running import parser, train
 
     options = parser(__doc__.split("\n\n")[0], "protein_pair", max_steps=60)
-    options.add_argument("--num-chains", type=int, default=3000)
-    options.add_argument("--max-length", type=int, default=96)
-    options.add_argument("--channels", type=int, default=24)
-    options.add_argument("--depth", type=int, default=3)
+    options.add_argument("--num-chains", type=int, help="training chains", default=3000)
+    options.add_argument("--max-length", type=int, help="most residues of a chain", default=96)
+    options.add_argument("--channels", type=int, help="width of the model", default=24)
+    options.add_argument("--depth", type=int, help="number of blocks", default=3)
     args = options.parse_args()
     L.seed_everything(args.seed, verbose=False)
     model = ContactModel(args.channels, depth=args.depth)

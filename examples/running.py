@@ -22,14 +22,17 @@ def parser(description: str, name: str, max_steps: int) -> argparse.ArgumentPars
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    made.add_argument("--strategy", choices=["dcp", "dcp_ddp", "dcp_fsdp"], default="dcp")
-    made.add_argument("--policy", default="dcp-intra", help="what plans each step")
-    made.add_argument("--devices", type=int, default=gpus or 4, help="ranks")
-    made.add_argument("--max-steps", type=int, default=max_steps)
-    made.add_argument("--memory-limit-mb", type=float, default=None if gpus else 48.0)
-    made.add_argument("--profile-seconds", type=float, default=15.0, help="of the cost profile")
-    made.add_argument("--seed", type=int, default=0, help="of weights and plans")
-    made.add_argument("--out", type=Path, default=Path("runs") / name, help="folder for logs")
+    add = made.add_argument
+    strategies = ["dcp", "dcp_ddp", "dcp_fsdp"]
+    add("--strategy", choices=strategies, default="dcp", help="on DeepSpeed ZeRO-1, DDP or FSDP2")
+    add("--policy", default="dcp-intra", help="what plans each step")
+    add("--devices", type=int, default=gpus or 4, help="ranks: GPUs where there are some")
+    add("--max-steps", type=int, default=max_steps, help="optimizer steps")
+    limit = None if gpus else 48.0
+    add("--memory-limit-mb", type=float, default=limit, help="for each rank")
+    add("--profile-seconds", type=float, default=15.0, help="budget of the cost profile")
+    add("--seed", type=int, default=0, help="of weights and plans")
+    add("--out", type=Path, default=Path("runs") / name, help="folder for logs")
     return made
 
 

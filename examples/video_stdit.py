@@ -261,10 +261,11 @@ def main() -> None:
     from running import parser, train
 
     options = parser(__doc__.split("\n\n")[0], "video_stdit", max_steps=60)
-    options.add_argument("--num-clips", type=int, default=2000)
-    options.add_argument("--max-frames", type=int, default=32)
-    options.add_argument("--channels", type=int, default=48)
-    options.add_argument("--depth", type=int, default=3)
+    options.add_argument("--num-clips", type=int, help="training clips", default=2000)
+    help_frames = "most frames of a clip, a power of two"
+    options.add_argument("--max-frames", type=int, help=help_frames, default=32)
+    options.add_argument("--channels", type=int, help="width of the model", default=48)
+    options.add_argument("--depth", type=int, help="number of blocks", default=3)
     args = options.parse_args()
     L.seed_everything(args.seed, verbose=False)
     model = VideoDiffusion(args.channels, depth=args.depth)

@@ -168,7 +168,7 @@ def _named(module: nn.Module, path: str, runs: list[BlockStack]) -> BlockStack:
         target = module.get_submodule(path)
     except AttributeError:
         raise ValueError(
-            f"{type(module).__name__} has no module named {path!r}. {_found(runs)}"
+            f"blocks: {type(module).__name__} has no module named {path!r}. {_found(runs)}"
         ) from None
     if not isinstance(target, _CONTAINERS):
         return BlockStack(path, (target,))

@@ -74,10 +74,12 @@ class InputDims:
                 return tensors[name].shape[1]
         if set(tensors) == {0, 1} and all(t.dim() >= 2 for t in tensors.values()):  # (ids, labels)
             return tensors[0].shape[1]
+        unknown = [name for name in self._declared if name not in tensors]
         raise ValueError(
             f"shard='inputs': none of the batch's entries {list(tensors)} is known to run along the"
             " sequence. Name their sequence dimensions in the strategy's option input_dims, such as"
             " input_dims={'tokens': 1}"
+            + (f"; it names {unknown}, which the batch does not have" if unknown else "")
         )
 
     def _dim(

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -144,8 +144,8 @@ def _check_int(name: str, value: object, *, least: int) -> None:
         raise ValueError(f"{name} must be at least {least}; got {value}.")
 
 
-def _int_tuple(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(values, (str, bytes)):
+def _int_tuple(name: str, values: object) -> tuple[int, ...]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a sequence of ints; got {values!r}.")
     result = tuple(values)
     for value in result:

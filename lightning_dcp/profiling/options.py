@@ -28,6 +28,7 @@ class ProfilingOptions:
             noticeable part of the budget run once.
 
     Raises:
+        TypeError: A value of the wrong type.
         ValueError: If a value is out of its range; the message says which and what is allowed.
     """
 
@@ -49,8 +50,10 @@ class ProfilingOptions:
             object.__setattr__(self, "lengths", _checked_lengths(self.lengths))
 
 
-def _checked_lengths(lengths: Iterable[object]) -> tuple[int, ...]:
-    """Sorted distinct lengths, or a ValueError that names the one that is wrong."""
+def _checked_lengths(lengths: object) -> tuple[int, ...]:
+    """Sorted distinct lengths, or an error that names the one that is wrong."""
+    if not isinstance(lengths, Iterable):
+        raise TypeError(f"lengths must be a sequence of ints; got {lengths!r}.")
     given, checked = tuple(lengths), []
     for length in given:
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:

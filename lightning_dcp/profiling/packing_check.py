@@ -110,11 +110,12 @@ def check_packing(
         return mark_borders
     raise PackingMismatch(
         f"packing=True: the model does not compute the same from two packed samples as from the "
-        f"same two padded: {reason}. Samples must reach the blocks as one sequence (1, "
-        f"tokens, ...), positions must come from the batch's `position_ids` (they restart at 0 in "
-        f"each sample) and not be counted in the model, nothing but attention may mix positions, "
-        f"padding must be masked, the loss must be a mean over tokens, and `collate_fn` must only "
-        f"pad. Pack samples as the model needs them in `pack_samples` of "
+        f"same two padded: {reason}. The usual reasons: positions are counted in the model (take "
+        f"them from the batch's `position_ids`, which restart at 0 in each sample); `collate_fn` "
+        f"does more than pad (labels must be shifted in the data set, or in the model); something "
+        f"else than attention mixes positions, such as a convolution; padding is not masked; the "
+        f"loss is not a mean over tokens; the blocks do not get one sequence (1, tokens, ...). "
+        f"Change that, pack samples as the model needs them in `pack_samples` of "
         f"lightning_dcp.DCPDataModuleMixin, or train with packing=False."
     )
 

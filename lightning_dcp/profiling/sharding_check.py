@@ -155,7 +155,7 @@ def check_sharding(
                 raise ShardingMismatch(_outputs_text(finding, sp_size, tolerance, first, step))
         for finding in findings:
             if finding.wrong_gradients:
-                raise ShardingMismatch(_gradients_text(finding, sp_size))
+                raise ShardingMismatch(_gradients_text(finding, sp_size, step))
     _log.info(
         "Self-check of SP sizes %s on %d x %d tokens: %.2f s.",
         sorted(sp_sizes),
@@ -220,13 +220,28 @@ def _locate(
     return min(differences, key=lambda difference: difference.order, default=None)
 
 
+_OR_NOT = (
+    "train without SP: planning.sp_sizes=[1]. (self_check=False skips this check and trains the "
+    "wrong model.)"
+)
 _HELP = (
     "Inside the blocks each rank has its own tokens of the sequence only. Let attention go through "
     "F.scaled_dot_product_attention or lightning_dcp.attention, give positions to the blocks as an "
-    "argument (it is sliced like the hidden states), and do whatever else mixes positions outside "
-    "of the blocks; or train without SP: planning.sp_sizes=[1]. (self_check=False skips this "
-    "check and trains the wrong model.)"
+    "argument (it is sliced like the hidden states), and do whatever else mixes positions, such as "
+    f"a convolution, outside of the blocks; or {_OR_NOT}"
 )
+_HELP_INPUTS = (
+    "With shard='inputs' each rank runs the whole training step on its own tokens of the sequence "
+    "only. Take positions from the batch's `position_ids` instead of counting them, shift labels "
+    "in the data set or the collate function (`labels[t]` is what position t predicts), and let "
+    "nothing but attention mix positions; or use shard='blocks', under which all that holds inside "
+    f"the blocks only; or {_OR_NOT}"
+)
+
+
+def _help(step: Step) -> str:
+    inputs = step.runtime.inputs
+    return _HELP_INPUTS if inputs is not None and inputs.slices else _HELP
 
 
 def _outputs_text(
@@ -243,7 +258,7 @@ def _outputs_text(
     return (
         f"Self-check: sharded over {sp_size} ranks the model computes something else: loss "
         f"{finding.sharded_loss:.8g} instead of {finding.whole_loss:.8g}, hidden states differ by "
-        f"{finding.hidden_error:.1e} (rounding: below {tolerance:.0e}). {where} {_HELP}"
+        f"{finding.hidden_error:.1e} (rounding: below {tolerance:.0e}). {where} {_help(step)}"
     )
 
 
@@ -258,14 +273,14 @@ def _block_text(path: str, step: Step) -> str:
     return ""
 
 
-def _gradients_text(finding: _Finding, sp_size: int) -> str:
+def _gradients_text(finding: _Finding, sp_size: int, step: Step) -> str:
     (name, error), *others = finding.wrong_gradients
     more = f", then {len(others)} others" if others else ""
     return (
         f"Self-check: sharded over {sp_size} ranks the model computes the same loss, but other "
         f"gradients. The first parameter that differs in the backward pass is `{name}` (by "
         f"{error:.1e}){more}. Look for a custom autograd function or a gradient hook at or after "
-        f"it that mixes positions, or that depends on the number of tokens. {_HELP}"
+        f"it that mixes positions, or that depends on the number of tokens. {_help(step)}"
     )
 
 

@@ -293,7 +293,8 @@ class CostMeasurer:
             try:
                 yield
             except (ShardingMismatch, PackingMismatch) as error:  # on all ranks
-                raise MisconfigurationException(str(error)) from error
+                # Not from the error itself, whose text would stand there twice.
+                raise MisconfigurationException(str(error)) from error.__cause__
 
     def _step(self, batch: Any) -> Tensor:
         """The user's training step on a batch that is on the device; its loss."""

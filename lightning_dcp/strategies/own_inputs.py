@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dcp.parallel.inputs import StepInputs
+from lightning_dcp.tables import format_bytes
 
 if TYPE_CHECKING:
     import lightning as L
@@ -58,5 +59,5 @@ def tile_large_loss(
     if inputs.models.tiled:
         rank_zero_info(
             f"DCP: logits of {inputs.models.vocabulary:,} words for {longest:,} tokens would take"
-            f" {logits / 1e9:.1f} GB: the loss computes them tile by tile (tiled_loss)."
+            f" {format_bytes(logits)}: the loss computes them tile by tile (tiled_loss)."
         )

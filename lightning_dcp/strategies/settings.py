@@ -29,6 +29,7 @@ class DCPSettings:
     tiled_loss: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
+        _check_types(vars(self))
         if self.shard not in get_args(Shard):
             raise ValueError(
                 f"shard={self.shard!r}: 'blocks' shares the tokens among ranks inside the repeated"
@@ -73,6 +74,8 @@ class DCPSettings:
         tiled_loss: bool | Literal["auto"] = "auto",
     ) -> DCPSettings:
         """`policy` and `packing` are short ways to set those of `planning`."""
+        _check_kind("packing", packing, bool)
+        _check_kind("planning", planning, PlanningOptions)
         if policy is not None:
             planning = dataclasses.replace(planning, policy=policy)
         if packing:
@@ -89,3 +92,32 @@ class DCPSettings:
             input_dims=input_dims,
             tiled_loss=tiled_loss,
         )
+
+
+def _check_types(values: Mapping[str, object]) -> None:
+    """Wrong values are refused here, where the script that gave them is in the traceback."""
+    _check_kind("profiling", values["profiling"], ProfilingOptions)
+    _check_kind("self_check", values["self_check"], bool)
+    _check_kind("ignore_index", values["ignore_index"], int)
+    blocks = values["blocks"]
+    paths = blocks if isinstance(blocks, list | tuple) else [blocks]
+    if blocks is not None and not (paths and all(isinstance(path, str) for path in paths)):
+        raise TypeError(
+            "blocks must be the dotted path of a ModuleList or Sequential, such as"
+            f" 'model.layers', or a list of them; got {blocks!r}."
+        )
+    for name in ("sequence_dims", "input_dims"):
+        dims = values[name]
+        if dims is not None and not (
+            isinstance(dims, Mapping) and all(d is None or type(d) is int for d in dims.values())
+        ):
+            raise TypeError(
+                f"{name} must be a dict of dimensions, None for what stays whole, such as"
+                f" {{'x': 1, 'mask': None}}; got {dims!r}."
+            )
+
+
+def _check_kind(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        wanted = "True or False" if kind is bool else f"of type {kind.__name__}"
+        raise TypeError(f"{name} must be {wanted}; got {value!r}.")
