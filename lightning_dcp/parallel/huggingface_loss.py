@@ -3,17 +3,20 @@
 A causal language model shifts labels inside: the first label of each sequence bears no loss, so
 that counting labels gives one too many per sample. Whether it does depends on the model (T5 and
 BERT do not) and on the call (no labels, no loss; or labels that are shifted already): its loss
-function is watched.
+function is watched. A loss that the user computes from such a model's logits has to shift as well,
+where labels are the tokens themselves.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
+
+from lightning_dcp.parallel.targets import label_entries
 
 __all__ = ["OwnLosses"]
 
@@ -36,11 +39,35 @@ class OwnLosses:
             if "loss_function" in _names_in_forward(model):
                 self._watch(model)
         self._shifts = bool(self._restore)
+        self._labels_are_tokens = self._shifts
+
+    @property
+    def watching(self) -> bool:
+        """Whether there is a model that shifts labels."""
+        return bool(self._restore)
 
     @property
     def shifts(self) -> bool:
         """Whether the first label of each sequence is expected to bear no loss."""
         return self._shifts
+
+    def shifts_in(self, batch: Any) -> bool:
+        """Whether the first label of each of the batch's sequences is expected to bear no loss.
+
+        Also without a loss of the model's own, if labels are the tokens of ``input_ids``: nobody
+        predicts a token from itself, so the user's loss shifts them.
+        """
+        if self._shifts or not self._labels_are_tokens or not isinstance(batch, Mapping):
+            return self._shifts
+        tokens, names = batch.get("input_ids"), label_entries(batch)
+        if not isinstance(tokens, Tensor) or not names or batch[names[0]].shape != tokens.shape:
+            return False
+        labels = batch[names[0]]
+        # For good: the labels of a short micro-batch may be its tokens by chance.
+        self._labels_are_tokens = not bool(
+            ((labels != tokens) & (labels != self._ignore_index)).any()
+        )
+        return self._labels_are_tokens
 
     def forget(self) -> None:
         """What was seen so far is not part of the step that follows."""

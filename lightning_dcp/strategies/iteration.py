@@ -285,7 +285,7 @@ class IterationRunner:
         """
         if self._loss_average == "samples":
             return float(micro_batch.batch_size)
-        shifted = self._own_losses is not None and self._own_losses.shifts
+        shifted = self._own_losses is not None and self._own_losses.shifts_in(data)
         counted = count_targets(data, ignore_index=self._ignore_index, shifted=shifted)
         if counted is not None:
             return float(counted)
@@ -351,9 +351,8 @@ class IterationRunner:
             self.whole_batch = None
             if self._own_losses is not None and self._loss_average != "samples":
                 counted = self._own_losses.take()
-                if counted is None and not self._own_losses.shifts:
-                    # The step took its loss from elsewhere, which was not known when the iteration
-                    # began: the first labels bear loss as well.
+                if counted is None and self._own_losses.watching and not shares_inputs:
+                    # What was expected may rest on another guess of whether labels are shifted.
                     counted = self._expected_targets(micro_batch, data)
                 if counted is not None and (not shares_inputs or own.num_targets is None):
                     pending = replace(pending, expected_targets=counted)

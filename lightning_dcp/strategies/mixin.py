@@ -192,10 +192,10 @@ class DCPStrategyMixin(Engine):
             for warning in prepared.warnings:
                 rank_zero_warn(f"DCP: {warning}.")
 
-    @property
-    def shifts_labels(self) -> bool:
-        """Whether the first label of each sequence bears no loss, as the model shifts them."""
-        return self._prepared_models is not None and self._prepared_models.losses.shifts
+    def shifts_labels(self, batch: Any) -> bool:
+        """Whether the first label of each of the batch's sequences bears no loss."""
+        prepared = self._prepared_models
+        return prepared is not None and prepared.losses.shifts_in(batch)
 
     def learn_from_losses(self) -> None:
         """Take note of the losses of Hugging Face models in a training step that just ran."""

@@ -13,11 +13,16 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.models import harness
 from tests.models.harness import largest_error, make_module, reference, train
 from tests.models.user_code import FIT, MODELS, module_code
+from tests.strategies import hand_planned
+from tests.strategies.test_shard_inputs import Llama, pad_as_a_tokenizer
+from tests.strategies.toys import IGNORE, largest_relative_error, pad
 from tests.worlds import World
 
 pytest.importorskip("transformers")
@@ -61,6 +66,46 @@ def test_the_models_own_checkpointing_and_attention_are_replaced(world: World) -
     for result in (*results, *eager):
         assert largest_error(result["gradients"], wanted["gradients"]) <= 1e-12
         assert result["as_before"]
+
+
+class OwnLoss(Llama):
+    """Shifts logits and labels itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        mask = batch["attention_mask"]
+        logits = self.model(batch["input_ids"], attention_mask=mask).logits[:, :-1]
+        return F.cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:])
+
+
+class ShiftedLabels(Llama):
+    """Gets labels that are shifted already."""
+
+    def losses(self, batch: dict[str, Tensor]) -> Tensor:
+        each = F.cross_entropy(
+            self(batch["ids"]).transpose(1, 2), batch["labels"], reduction="none"
+        )
+        return each[batch["labels"] != IGNORE]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.losses({"ids": batch["input_ids"], "labels": batch["labels"]}).mean()
+
+
+def pad_shifted(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    batch = pad(samples)
+    return {"input_ids": batch["ids"], "labels": batch["labels"]}
+
+
+@pytest.mark.parametrize("model_class", [OwnLoss, ShiftedLabels])
+def test_a_loss_of_the_users_own(world: World, model_class: Any) -> None:
+    """Labels count as it uses them, on ranks that idled before too."""
+    collate = pad_as_a_tokenizer if model_class is OwnLoss else pad_shifted
+    wanted = hand_planned.wanted_of(4, double=True, model_class=model_class)
+    results = world.run(
+        hand_planned.train, "dcp_ddp", 4, double=True, model_class=model_class, collate=collate
+    )
+    for result in results:
+        for got, expected in zip(result["gradients"], wanted.gradients, strict=True):
+            assert largest_relative_error(got, expected) <= 1e-4  # norms are in float32
 
 
 def test_a_wrong_weight_is_seen(world: World) -> None:

@@ -79,6 +79,10 @@ def test_a_loss_of_the_users_own_counts_all_labels() -> None:
     module.model(input_ids=batch["input_ids"])
     assert prepared.losses.take() is None
     assert not prepared.losses.shifts
+    assert prepared.losses.shifts_in(batch)  # labels are the tokens, so that the loss shifts them
+    others = {**batch, "labels": batch["labels"].roll(1, 1)}
+    assert not prepared.losses.shifts_in(others)
+    assert not prepared.losses.shifts_in(batch), "for good"
     shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()
     prepared.losses.forget()
     module.model(**batch, shift_labels=shifted)

@@ -42,9 +42,8 @@ if TYPE_CHECKING:
 class EvaluatingStrategy(PreparingStrategy, Protocol):
     """What is asked of the strategy while its loaders are prepared and batches evaluated."""
 
-    @property
-    def shifts_labels(self) -> bool:
-        """Whether the first label of each sequence bears no loss, as the model shifts them."""
+    def shifts_labels(self, batch: Any) -> bool:
+        """Whether the first label of each of the batch's sequences bears no loss."""
         ...
 
     @property

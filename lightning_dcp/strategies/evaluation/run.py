@@ -223,7 +223,9 @@ class Evaluation:
         micro_batch = share.micro_batch
         if settings.loss_average != "samples":
             counted = count_targets(
-                batch, ignore_index=settings.ignore_index, shifted=self._strategy.shifts_labels
+                batch,
+                ignore_index=settings.ignore_index,
+                shifted=self._strategy.shifts_labels(batch),
             )
             if counted is not None:
                 return float(counted)
