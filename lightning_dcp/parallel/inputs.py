@@ -12,7 +12,7 @@ Shape legend:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,10 @@ class InputSharder:
         if not in_backward():
             self._region.outputs = [hidden]
         return output
+
+    def own_random(self, index: int) -> AbstractContextManager[None]:
+        """All of the step draws this rank's random numbers already."""
+        return nullcontext()
 
     def close(self) -> None:
         """Nothing to put back: the micro-batch's end does."""

@@ -179,7 +179,10 @@ def _mha(*args: Any, **kwargs: Any) -> Any:
     if shard is None:
         return _mha_with_own_attention(original, call)
     if not current_axis() and check_lengths(shard, query_length, key_length) == "cross":
-        call["attn_mask"] = query_rows(shard, call["attn_mask"])
+        rows = query_rows(shard, call["attn_mask"])
+        if rows is not None and rows.shape[-2] == 1:  # of a single query; torch's wants all rows
+            rows = rows.expand(*rows.shape[:-2], query_length, -1)
+        call["attn_mask"] = rows
         with no_interception():
             return original(**call)
     return _mha_with_own_attention(original, call)

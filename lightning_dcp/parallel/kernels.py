@@ -198,13 +198,18 @@ def _math(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Ten
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, float("-inf"))
     elif spec.attn_mask is not None and spec.attn_mask.dtype == torch.bool:
-        # Not -inf: a row that attends to nothing (padding after a sliding window) would be NaN,
-        # in its gradient too, where torch's own is finite.
-        scores = scores.masked_fill(~spec.attn_mask, torch.finfo(scores.dtype).min)
+        scores = scores.masked_fill(~spec.attn_mask, float("-inf"))
     elif spec.attn_mask is not None:
         scores = scores + spec.attn_mask
     wide = torch.promote_types(scores.dtype, torch.float32)
+    dead = None
+    if spec.attn_mask is not None:
+        # A row that attends to nothing (padding after a sliding window) would be NaN, in its
+        # gradient too; it is zero, as torch's own and that of a ring.
+        dead = scores.detach().amax(-1, keepdim=True).isneginf()
+        scores = scores.masked_fill(dead, 0.0)
     weights = torch.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
+    weights = weights if dead is None else weights.masked_fill(dead, 0.0)
     return F.dropout(weights, spec.dropout_p) @ value if spec.dropout_p else weights @ value
 
 

@@ -2,13 +2,13 @@
 
 At the entry of a micro-batch all streams (torch's on CPU and on the device, ``random``, numpy) are
 seeded from its key, alike on all ranks of its SP group: noise, time steps and dropout outside the
-blocks agree. Between the first and the last block the streams are switched to others that also have
-the rank in the group, and afterwards go on where they were.
+blocks agree. Inside each block the streams are switched to others that also have the rank in the
+group, and afterwards go on where they were: between blocks a model may draw which of them it skips.
 
 NOTE sharded-seed: the sharded streams are seeded by a number *drawn* from the replicated torch
 stream (the draw is undone when that stream returns) rather than by the key alone. When a user's own
-checkpoint around the first block runs it again in the backward, the replicated state it restored
-leads to the same sharded streams. The price: two passes through the blocks in one micro-batch with
+checkpoint around blocks runs them again in the backward, the replicated state it restored leads to
+the same sharded streams. The price: two passes through the blocks in one micro-batch with
 no draw in between have the same dropout masks.
 
 NOTE own-generators: a generator that the user's module keeps for itself would go its own way on
@@ -99,10 +99,10 @@ def seed(device: torch.device, key: tuple[int, ...]) -> None:
         _reseed(generator, hashlib.sha256(digest + index.to_bytes(4, "little")).digest())
 
 
-def seed_sharded(device: torch.device, rank_in_group: int) -> None:
-    """Switch all streams to this rank's own (NOTE sharded-seed)."""
+def seed_sharded(device: torch.device, rank_in_group: int, block: int = 0) -> None:
+    """Switch all streams to this rank's own in a block (NOTE sharded-seed)."""
     drawn = torch.randint(2**62, (), device="cpu")
-    seed(device, (int(drawn), 1 + rank_in_group))
+    seed(device, (int(drawn), 1 + rank_in_group, block))
 
 
 @contextmanager

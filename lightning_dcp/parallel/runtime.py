@@ -6,8 +6,9 @@ the wrappers do until it ends.
 
 One pass through a stack's blocks on p ranks, S tokens, n per rank::
 
-    first block   take n of the S tokens of the hidden states, open the region (random numbers)
-    every block   take n tokens of other whole-length arguments; attention swaps tokens for heads
+    first block   take n of the S tokens of the hidden states, open the region
+    every block   take n tokens of other whole-length arguments; random numbers of the rank's own;
+                  attention swaps tokens for heads
     last block    gather S tokens (backward: sum over the group), close the region
 
 Several stacks (encoder and decoder, vision tower and language model) run one after the other, each

@@ -5,7 +5,8 @@ Shape legend: S true length, p ranks, n tokens per rank (p * n >= S).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class TokenSharder:
         region: of the micro-batch; told which pass is open.
         arguments: how to read the blocks' arguments.
         signature: which of their dimensions is the sequence.
-        device: whose random numbers are switched between first and last block.
+        device: whose random numbers are switched inside each block.
         path: name of the stack, for messages.
     """
 
@@ -45,7 +46,6 @@ class TokenSharder:
         self._signature = signature
         self._device = device
         self._path = path
-        self._replicated: rng.RNGState | None = None
         self.forward_pass: ShardedPass | None = None
 
     def share(
@@ -76,12 +76,19 @@ class TokenSharder:
         dim = self._signature.sequence_dim % own.dim()
         return with_hidden(output, gather_sequence(own, dim, self._group, shard.length))
 
+    @contextmanager
+    def own_random(self, index: int) -> Iterator[None]:
+        """Block ``index`` draws this rank's random numbers; what follows draws everyone's again.
+
+        So it does between blocks too, where a model may draw which ones it skips.
+        """
+        with rng.preserved(self._device):
+            rng.seed_sharded(self._device, self._group.rank_in_group, index)
+            yield
+
     def close(self) -> None:
-        """End the forward's pass: random numbers go on where they were before the first block."""
+        """End the forward's pass."""
         self.forward_pass = self._region.open = None
-        if self._replicated is not None:
-            self._replicated.restore()
-            self._replicated = None
 
     def _open(self, hidden: Tensor, dim: int, others: Mapping[str, Tensor]) -> ShardedPass:
         length = hidden.shape[dim]
@@ -96,10 +103,7 @@ class TokenSharder:
         taken = set() if marked else conditions
         local_length = choose_local_length(length, self._group.size, taken)
         shard = ShardedPass(self._group, length, local_length, conditions, marked=marked)
-        if in_backward():
-            # NOTE user-checkpoint of runtime.py. The checkpoint has put torch's streams where the
-            # forward had them and will restore them; the micro-batch's end restores the others.
-            rng.seed_sharded(self._device, self._group.rank_in_group)
+        if in_backward():  # NOTE user-checkpoint of runtime.py
             return shard
         if self.forward_pass is not None:
             self.close()
@@ -110,8 +114,6 @@ class TokenSharder:
         self._region.refuse_open(self._path)
         self._region.remember(shard)
         self.forward_pass = self._region.open = shard
-        self._replicated = rng.capture(self._device)
-        rng.seed_sharded(self._device, self._group.rank_in_group)
         return shard
 
     def _pass_of(self, index: int, local_length: int) -> ShardedPass:

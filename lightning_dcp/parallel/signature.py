@@ -288,6 +288,14 @@ def _attention(
     heads: set[tuple[int, int]] = set()
     foreign: dict[int, set[int]] = {}  # key length -> sequence lengths it came with
     obstacles: dict[str, None] = {}
+    complete = {  # samples may also be folded into heads: then those are more
+        call.num_heads
+        for observation, length in zip(observations, lengths, strict=True)
+        for call in observation.calls
+        if call.axis is None
+        and call.query_length == call.key_length == length
+        and _takes_all_samples(call, observation)
+    }
     for observation, length in zip(observations, lengths, strict=True):
         sizes = _argument_sizes(observation)
         for call in observation.calls:
@@ -298,6 +306,13 @@ def _attention(
                     heads.add((call.num_heads, call.num_kv_heads))
             elif call.query_length == call.key_length == length:
                 heads.add(_heads(call, observation))
+                if call.num_heads in complete and not _takes_all_samples(call, observation):
+                    obstacles[
+                        f"the blocks attend for {call.batch_size} samples only, of hidden states "
+                        f"of shape {_hidden_shape(observation)}: each rank would draw other ones "
+                        f"(stochastic depth that leaves samples out; switch it off to share "
+                        f"sequences)"
+                    ] = None
             elif call.query_length == length:
                 if call.key_length not in sizes:
                     foreign.setdefault(call.key_length, set()).add(length)
@@ -319,6 +334,15 @@ def _attention(
             f"and no argument of theirs has this length"
         ] = None
     return frozenset(heads), frozenset(constant), tuple(obstacles)
+
+
+def _takes_all_samples(call: AttentionCall, observation: BlockObservation) -> bool:
+    """Whether a call's batch is that of the hidden states, as a multiple of a dimension of them."""
+    shape = list(_hidden_shape(observation))
+    if call.batch_size is None or len(shape) < 3:
+        return True
+    shape.remove(call.query_length)
+    return any(n > 0 and call.batch_size % n == 0 for n in shape)
 
 
 def _wrong_mark(call: AttentionCall) -> str | None:

@@ -305,7 +305,7 @@ class StackRuntime:
         is_last = index == len(self.stack) - 1
         try:
             shard, args, kwargs = sharder.share(index, args, kwargs)
-            with run.region.inside(shard), AttentionMode():
+            with run.region.inside(shard), sharder.own_random(index), AttentionMode():
                 output = self._run_plain(
                     run, index, forward, args, kwargs, lambda: ShardedReplay(run.region, shard)
                 )

@@ -91,16 +91,30 @@ def recheck_sharding(
         device=device,
     )
     known = np.unique(np.asarray(lengths, dtype=np.int64))
-    check = partial(
-        check_sharding,
-        checked,
-        sp_sizes=sizes,
-        batch_size=min(2, len(lengths)),
-        seq_len=length_to_check(known, sizes),
-        compute_dtype=compute_dtype,
-        gather=gather,
-    )
-    found = check_stacks(check, checked, sizes)
+    short = length_to_check(known, sizes)
+    ran = [m for m in profile.measurements if m.batch_size == 1 and m.seq_len in known]
+    whole = {m.seq_len for m in ran if m.sp_size == 1}
+    longest = max((m.seq_len for m in ran if m.sp_size > 1 and m.seq_len in whole), default=0)
+    found: dict[int, str] = {}
+    for batch_size, seq_len, blocks in (
+        (min(2, len(lengths)), short, None),
+        (1, longest, NUM_ACTIVE_BLOCKS),
+    ):
+        tried = {m.sp_size for m in ran if m.seq_len == seq_len} if blocks else set(sizes)
+        chosen = [p for p in sizes if p in tried and p not in found]
+        if not chosen or (blocks and seq_len <= short):
+            continue
+        check = partial(
+            check_sharding,
+            checked,
+            sp_sizes=chosen,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            compute_dtype=compute_dtype,
+            gather=gather,
+            active_blocks=blocks,
+        )
+        found |= check_stacks(check, checked, chosen)
     if not found:
         return profile
     return replace(

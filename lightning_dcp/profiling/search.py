@@ -30,7 +30,7 @@ from lightning_dcp.profiling.options import ProfilingOptions
 from lightning_dcp.profiling.probe import StepCosts
 from lightning_dcp.profiling.sharding_check import check_sharding, length_to_check
 from lightning_dcp.profiling.stack_check import check_stacks, leave_optional_whole
-from lightning_dcp.profiling.trial import Gather, Step, TrialRunner
+from lightning_dcp.profiling.trial import NUM_ACTIVE_BLOCKS, Gather, Step, TrialRunner
 
 # The climb in length leaves the rest of the budget to larger micro-batches.
 _SHARE_OF_CLIMB = 0.6
@@ -96,6 +96,7 @@ class Search:
         measured = sorted({trial.seq_len for trial in self._succeeded if trial.batch_size == 1})
         for trial in widen(measured, allowed, num_samples):
             self._try(trial, time_share=1.0)
+        self._check_longest(sp_sizes, grid)
         self._check_named()
 
     def measurements(self) -> tuple[Measurement, ...]:
@@ -208,6 +209,35 @@ class Search:
         self._compute_dtype = getattr(torch, result.costs.dtype)
         self._pass_s.add(trial, result.wall_s)
         self._bytes.add(trial, _bytes_of_step(result.costs, self.runner.num_active_blocks))
+
+    def _check_longest(self, sp_sizes: Sequence[int], grid: Sequence[int]) -> None:
+        """Compare sharded with whole once more, where models do what they do in long ones only.
+
+        Scores scaled by the logarithm of the length, for one. Of the measured lengths, with the
+        few blocks that trials run.
+        """
+        if not self._self_check:
+            return
+        ran = [trial for trial in self._succeeded if trial.batch_size == 1]
+        candidates = [p for p in sp_sizes if p > 1 and not self._is_excluded(p)]
+        whole = {trial.seq_len for trial in ran if trial.sp_size == 1}
+        longest = max(
+            (t.seq_len for t in ran if t.sp_size in candidates and t.seq_len in whole), default=0
+        )
+        sizes = [p for p in candidates if Trial(1, longest, p) in self._succeeded]
+        if not sizes or longest <= length_to_check(grid, candidates):
+            return
+        check = partial(
+            check_sharding,
+            self._step,
+            sp_sizes=sizes,
+            batch_size=1,
+            seq_len=longest,
+            compute_dtype=self._compute_dtype,
+            gather=self._gather,
+            active_blocks=NUM_ACTIVE_BLOCKS,
+        )
+        self.exclusions |= check_stacks(check, self._step, sizes)
 
     def _is_excluded(self, sp_size: int) -> bool:
         """Asked before every trial: windowed attention, for one, shows in longer sequences only."""

@@ -100,6 +100,7 @@ def check_sharding(
     seq_len: int,
     compute_dtype: torch.dtype,
     gather: Gather,
+    active_blocks: int | None = None,
 ) -> dict[int, str]:
     """Compare ``p > 1`` with ``p = 1``, dropout off; call it inside :func:`.preserve`.
 
@@ -116,6 +117,7 @@ def check_sharding(
         compute_dtype: Type that blocks compute in, which autocast makes coarser than their
             parameters'.
         gather: Objects of all ranks in rank order, on every rank.
+        active_blocks: Run only so many blocks of each stack; default all.
 
     Returns:
         Reasons why sizes cannot be used: all of them or none.
@@ -129,7 +131,9 @@ def check_sharding(
     group = step.group(1)
     assert group is not None, "every rank is a group of one"
     coarsest = _coarsest(step.module, compute_dtype)
-    run = partial(_run, step, batch_size, seq_len, scale=_loss_scale(coarsest))
+    run = partial(
+        _run, step, batch_size, seq_len, scale=_loss_scale(coarsest), active_blocks=active_blocks
+    )
     whole = run(group)
     losses = [float(loss) for loss in gather(whole.loss)]
     if max(_relative(loss, losses[0]) for loss in losses) > _LEAST_TOLERANCES[coarsest]:
@@ -151,7 +155,8 @@ def check_sharding(
                 return dict.fromkeys(sp_sizes, reason + finding.error)
         for finding in findings:
             if finding.outputs_differ(tolerance):
-                first = _locate(step, sp_size, batch_size, seq_len, tolerance, gather)
+                forward = partial(_forward, step, batch_size, seq_len, active_blocks)
+                first = _locate(step, sp_size, forward, tolerance, gather)
                 raise ShardingMismatch(_outputs_text(finding, sp_size, tolerance, first, step))
         for finding in findings:
             if finding.wrong_gradients:
@@ -202,7 +207,11 @@ def _compare(
 
 
 def _locate(
-    step: Step, sp_size: int, batch_size: int, seq_len: int, tolerance: float, gather: Gather
+    step: Step,
+    sp_size: int,
+    forward: Callable[[SPGroup], None],
+    tolerance: float,
+    gather: Gather,
 ) -> Difference | None:
     """The module to blame: the first of all ranks' in the order of the forward pass."""
     group, alone = step.group(sp_size), step.group(1)
@@ -212,8 +221,8 @@ def _locate(
         with torch.no_grad():
             found = first_difference(
                 step.module,
-                lambda: _forward(step, alone, batch_size, seq_len),
-                lambda: _forward(step, group, batch_size, seq_len),
+                partial(forward, alone),
+                partial(forward, group),
                 tolerance,
             )
     differences = [difference for difference in gather(found) if difference is not None]
@@ -284,18 +293,28 @@ def _gradients_text(finding: _Finding, sp_size: int, step: Step) -> str:
     )
 
 
-def _forward(step: Step, group: SPGroup, batch_size: int, seq_len: int) -> None:
+def _forward(
+    step: Step, batch_size: int, seq_len: int, active_blocks: int | None, group: SPGroup
+) -> None:
     batch = step.batch(batch_size, seq_len)
     rng_key = (RNG_KEY, batch_size, seq_len)
     with (
         rng.including(rng.generators_of(step.module)),
-        step.runtime.micro_batch(group=group, rng_key=rng_key),
+        step.runtime.micro_batch(group=group, rng_key=rng_key, active_blocks=active_blocks),
     ):
         step.step(batch)
 
 
-def _run(step: Step, batch_size: int, seq_len: int, group: SPGroup, *, scale: float) -> _Outputs:
-    """Loss, whole hidden states after the last block, gradients of this rank; all blocks run."""
+def _run(
+    step: Step,
+    batch_size: int,
+    seq_len: int,
+    group: SPGroup,
+    *,
+    scale: float,
+    active_blocks: int | None,
+) -> _Outputs:
+    """Loss, whole hidden states after the last block, gradients of this rank."""
     batch = step.batch(batch_size, seq_len)
     rng_key = (RNG_KEY, batch_size, seq_len)
     named = _trainable(step.module)
@@ -303,7 +322,7 @@ def _run(step: Step, batch_size: int, seq_len: int, group: SPGroup, *, scale: fl
     order: list[int] = []
     with (
         rng.including(rng.generators_of(step.module)),
-        step.runtime.micro_batch(group=group, rng_key=rng_key),
+        step.runtime.micro_batch(group=group, rng_key=rng_key, active_blocks=active_blocks),
         _last_output([stack.stack.blocks[-1] for stack in step.runtime.stacks]) as outputs,
     ):
         loss = step.step(batch)
@@ -370,12 +389,15 @@ def _last_output(blocks: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
 
 
 def _without_chance(module: nn.Module) -> None:
-    """Evaluation mode, but for batch normalisation: while it trains it mixes all positions."""
+    """Evaluation mode, but for normalisations that mix all positions while they train."""
     module.eval()
     for part in module.modules():
         # The synchronised kind waits for ranks that may have no part in this.
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             part.train(not isinstance(part, nn.SyncBatchNorm))
+        # With running statistics it mixes positions while it trains only.
+        if isinstance(part, nn.modules.instancenorm._InstanceNorm):
+            part.train()
         # cuDNN's have a backward pass in training mode only.
         if isinstance(part, nn.RNNBase):
             part.train()

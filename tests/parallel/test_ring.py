@@ -480,3 +480,18 @@ def test_cuda_kernels_give_a_chunk_and_its_gradients(causal):
         to += [out, lse, *chunk_gradients(grad, *tensors, None, out, lse, chunk)[:3]]
     for a, b in zip(found, wanted, strict=True):
         assert relative_error(a.float(), b.float()) < 2e-2
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_rows_of_no_key_are_zero_with_a_cap_too(kind):
+    """As torch's are without one, and those of a ring."""
+    query = torch.randn(1, 2, 4, 3, requires_grad=True)
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    mask[2] = False
+    if kind == "float":
+        mask = torch.zeros(4, 4).masked_fill(~mask, float("-inf"))
+    out = dot_product_attention(query, query, query, AttentionSpec(attn_mask=mask, softcap=3.0))
+    assert out[:, :, 2].eq(0).all()
+    assert out[:, :, [0, 1, 3]].ne(0).all()
+    (gradient,) = torch.autograd.grad(out.sum(), query)
+    assert gradient.isfinite().all()

@@ -178,3 +178,17 @@ def test_merged_heads():
 def test_blocks_that_rearrange_tokens():
     with pytest.raises(ValueError, match="rearrange tokens"):
         learn_signature([observation(s, x=(2 * s, 16)) for s in (8, 12)])
+
+
+def test_samples_that_are_left_out():
+    """Stochastic depth by samples: each rank would draw other ones. Folded into heads is fine."""
+
+    def at(batch, length, taken, heads):
+        call = AttentionCall(heads, heads, length, length, taken)
+        return observation(length, batch, calls=(call,), x=(batch, length, 16))
+
+    dropped = learn_signature([at(1, 8, 1, 4), at(2, 8, 1, 4), at(2, 12, 1, 4)])
+    assert "attend for 1 samples only" in dropped.obstacles[0]
+    folded = learn_signature([at(1, 8, 1, 4), at(2, 8, 1, 8), at(2, 12, 1, 8)])
+    equal_sizes = learn_signature([at(8, 8, 8, 4), at(8, 12, 8, 4), at(8, 12, 16, 4)])
+    assert folded.obstacles == equal_sizes.obstacles == ()

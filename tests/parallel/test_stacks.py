@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -192,3 +193,50 @@ class TestSeveralStacks:
         runtime.stacks[0].whole_at = {2: "not this one either"}
         assert runtime.sp_size_exclusions([2, 4]) == {2: "not this one either"}
         assert runtime.whole_stacks(2) == {}
+
+
+class LayerDrop(Interleaved):
+    """Inner blocks are skipped at random, by numbers that are drawn between the blocks."""
+
+    def loss(self, batch: dict[str, Any]) -> torch.Tensor:
+        x = self.embedding(batch["tokens"])
+        self.ran = []
+        for index, block in enumerate([*self.first, *self.second]):
+            inner = index % 3 == 1
+            if not (inner and self.training and torch.rand(()) + random.random() < 1):
+                x = block(x)
+                self.ran.append(index)
+        return x.square().mean()
+
+
+def skipped_blocks(rank: int) -> tuple[list[list[int]], float]:
+    topology = Topology(2, rank)
+    topology.create_groups()
+    torch.manual_seed(3)
+    model = LayerDrop().double()
+    runtime = BlockRuntime(find_stacks(model, ["first", "second"]), topology)
+    runtime.attach()
+    batch = {"tokens": torch.arange(18).view(2, 9) % 11}
+    with runtime.micro_batch(group=topology.group(rank, 1), observe=True):
+        model.eval().loss(batch)
+    model.train()
+    ran, worst = [], 0.0
+    for key in range(6):
+        losses = []
+        for p in (1, 2):
+            group = topology.group(rank - rank % p, p)
+            with runtime.micro_batch(group=group, recompute_blocks=2, rng_key=(key,)):
+                loss = model.loss(batch)
+                loss.backward()
+            ran.append(model.ran)
+            losses.append(loss.item())
+        worst = max(worst, abs(losses[0] - losses[1]))
+    return ran, worst
+
+
+def test_ranks_skip_the_same_blocks():
+    with World(2) as world:
+        (ran, error), (other, _) = world.run(skipped_blocks)
+    assert ran == other
+    assert len({tuple(blocks) for blocks in ran}) > 1
+    assert error <= 1e-12

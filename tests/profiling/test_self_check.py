@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +15,8 @@ from lightning_dcp.parallel.blocks import find_blocks
 from lightning_dcp.parallel.runtime import BlockRuntime
 from lightning_dcp.parallel.topology import Topology
 from lightning_dcp.profiling.gradient_sketch import sketch_gradients, wrong_gradients
+from lightning_dcp.profiling.options import ProfilingOptions
+from lightning_dcp.profiling.profiler import profile_costs
 from lightning_dcp.profiling.sharding_check import ShardingMismatch, check_sharding
 from lightning_dcp.profiling.trial import Step
 from tests.worlds import World
@@ -229,3 +234,66 @@ def test_sketches_tell_gradients_apart() -> None:
     assert list(wrong_gradients(sketch((0.0, 1e-2)), whole, moved, 1e-4)) == [1]
     assert list(wrong_gradients(sketch((1e-2, 0.0)), whole, moved, 1e-4)) == [0]
     assert list(wrong_gradients(sketch((float("nan"), 0.0)), whole, moved, 1e-4)) == [0]
+
+
+class RunningInstanceNorm(MLP):
+    """Mixes positions in training mode only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(WIDTH, affine=True, track_running_stats=True)
+
+    def forward(self, x):
+        return super().forward(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+class LogLength(Attention):
+    """Scores grow with the logarithm of the length, beyond 64 tokens."""
+
+    def heads(self, x):
+        q, k, v = super().heads(x)
+        return q * max(1.0, math.log(x.shape[1], 64)), k, v
+
+
+MODELS["instance norm"] = lambda: Block(mlp=RunningInstanceNorm)
+MODELS["logarithm of the length"] = lambda: Block(attention=LogLength)
+
+
+def test_a_norm_that_mixes_positions_in_training_only(world) -> None:
+    for text in world.run(self_check, "instance norm", torch.float32):
+        assert "`layers.1.mlp.norm` (InstanceNorm1d) in block `layers.1`: its output" in text
+
+
+def profile_of(rank: int, name: str) -> str:
+    topology = Topology(2, rank)
+    topology.create_groups()
+    torch.manual_seed(1)
+    model = Model(MODELS[name])
+    runtime = BlockRuntime(find_blocks(model), topology)
+    runtime.attach()
+    try:
+        profile = profile_costs(
+            step=model.step,
+            module=model,
+            runtime=runtime,
+            make_batch=lambda b, s: torch.randint(30, (b, s)),
+            lengths=np.arange(10, 250),
+            topology=topology,
+            options=ProfilingOptions(lengths=(10, 20, 40, 80, 160), repeats=1),
+            device=torch.device("cpu"),
+            fixed_bytes=0,
+            sp_sizes=topology.sp_sizes,
+            gather=gather,
+        )
+    except ShardingMismatch as error:
+        return str(error)
+    finally:
+        runtime.detach()
+    return str(profile.sp_size_exclusions)
+
+
+def test_what_differs_in_long_sequences_only(world) -> None:
+    assert world.run(self_check, "logarithm of the length", torch.float32) == ["{}"] * 2
+    for text in world.run(profile_of, "logarithm of the length"):
+        assert "computes something else" in text
+    assert world.run(profile_of, "right") == ["{}"] * 2
