@@ -161,7 +161,9 @@ class MicroBatchMaker:
 
         None is longer than the nearest, which alone decides the padded size, and none is shorter
         than half of it, so that little is padding. Where there are fewer than `batch_size` of
-        these, they are taken again in turn.
+        these, they are taken again in turn. Where all of them would be of one length, the last is
+        the next shorter one: a batch without padding may cost less (without it, models make no
+        mask), and those of training are padded.
         """
         if batch_size < 1 or seq_len < 1:
             raise ValueError(
@@ -172,7 +174,13 @@ class MicroBatchMaker:
             return (int(self._by_length[last]),) * batch_size
         half = self._sorted_lengths[last] / 2
         first = int(np.searchsorted(self._sorted_lengths[: last + 1], half, side="left"))
-        nearest_first = self._by_length[max(first, last + 1 - batch_size) : last + 1][::-1]
+        low = max(first, last + 1 - batch_size)
+        nearest_first = self._by_length[low : last + 1][::-1].copy()
+        longest = self._sorted_lengths[last]
+        if batch_size > 1 and self._sorted_lengths[low] == longest:
+            shorter = int(np.searchsorted(self._sorted_lengths, longest, side="left")) - 1
+            if shorter >= first:
+                nearest_first[-1] = self._by_length[shorter]
         return tuple(int(i) for i in np.resize(nearest_first, batch_size))
 
     def _nearest(self, seq_len: int) -> int:

@@ -316,9 +316,16 @@ def _fit(
         times, memory = times[:, :-1], memory[:, :-1]
 
     def fit(
-        features: FloatArray, values: FloatArray, rows: npt.NDArray[np.bool_]
+        features: FloatArray,
+        values: FloatArray,
+        rows: npt.NDArray[np.bool_],
+        *,
+        from_above: bool = False,
     ) -> tuple[tuple[float, ...], ...]:
-        columns = (fit_nonnegative(features[rows], column[rows]) for column in values.T)
+        columns = (
+            fit_nonnegative(features[rows], column[rows], from_above=from_above)
+            for column in values.T
+        )
         return tuple(tuple(column.tolist()) for column in columns)
 
     return CostModel(
@@ -329,7 +336,9 @@ def _fit(
         time_coefficients=tuple(
             (int(size), fit(times, seconds, p == size)) for size in np.unique(p)
         ),
-        memory_coefficients=fit(memory, num_bytes, np.ones(len(points), dtype=bool)),
+        memory_coefficients=fit(
+            memory, num_bytes, np.ones(len(points), dtype=bool), from_above=True
+        ),
         held_out=HeldOutError(0, None, None, None, None),
         recompute_order=recompute_order(points),
     )

@@ -24,6 +24,8 @@ FloatArray = npt.NDArray[np.float64]
 
 _CHUNK = 1 << 15  # rows at a time, so that (n, m) temporaries stay in cache
 
+_BELOW, _ROUNDS = 8.0, 6  # how much more an error below weighs, and rounds until that is settled
+
 _RANGE_OCTAVES = 2.0
 """Distance from the measured points, in factors of two, at which the fit begins to dominate."""
 
@@ -46,16 +48,26 @@ def time_features(
 def memory_features(
     batch_size: FloatArray, seq_len: FloatArray, sp_size: FloatArray | float
 ) -> FloatArray:
-    """(n, 7): ``1, b, b s``; shared ``b s / p, b s^2 / p``; ``b s^2`` at p = 1 only; ``b / p``.
+    """(n, 10): ``1, b, b s``; ``b s / p``; five times ``b s^2``, two of them for b > 1; ``b / p``.
 
-    The last but one is for attention that keeps its weights where the sequence is whole, such as
-    ``nn.MultiheadAttention`` with ``need_weights=True``, and does without where it is shared.
+    Of the quadratic ones ``b s^2 / p`` is what each head has. ``b s^2`` at p = 1 only is for
+    attention that keeps its weights where the sequence is whole, such as ``nn.MultiheadAttention``
+    with ``need_weights=True``, and does without where it is shared. ``b s^2`` at any p is a mask
+    (B, 1, S, S), which is whole on every rank.
+
+    NOTE [Masks of padded batches]
+        A sample alone is not padded, so that models (those of Hugging Face, for one) make no mask
+        and ask for plain causal attention. With a second sample there is padding, hence a mask of
+        b s^2 elements, of which torch's kernels keep a copy in every block. It is a step in b that
+        no smooth feature follows: a fit over both kinds of points was 3 times too low for two long
+        samples, and too high for one. Hence the columns that are 0 for b = 1.
     """
     seq_len = _shared_length(seq_len, sp_size)
     tokens = batch_size * seq_len
     shared = tokens / sp_size
     whole = np.where(np.asarray(sp_size) == 1, tokens * seq_len, 0.0)
     per_sample = batch_size / sp_size + np.zeros_like(tokens)
+    several = batch_size > 1
     columns = [
         np.ones_like(tokens),
         batch_size,
@@ -63,6 +75,9 @@ def memory_features(
         shared,
         shared * seq_len,
         whole,
+        tokens * seq_len,
+        np.where(several, tokens * seq_len, 0.0),
+        np.where(several, shared * seq_len, 0.0),
         per_sample,
     ]
     return np.stack(columns, axis=-1)
@@ -73,18 +88,35 @@ def _shared_length(seq_len: FloatArray, sp_size: FloatArray | float) -> FloatArr
     return np.where(np.asarray(sp_size) == 1, seq_len, np.maximum(seq_len, 2 * np.asarray(sp_size)))
 
 
-def fit_nonnegative(features: FloatArray, values: FloatArray) -> FloatArray:
+def fit_nonnegative(
+    features: FloatArray, values: FloatArray, *, from_above: bool = False
+) -> FloatArray:
     """Coefficients >= 0 that minimise the *relative* squared error of ``features @ c``.
 
     Relative, because costs span orders of magnitude and short samples are the most frequent.
-    """
-    from scipy.optimize import nnls  # late: importing the package stays cheap
 
+    Args:
+        features: (n, k).
+        values: (n,).
+        from_above: An error below a value weighs more than one above it. For bytes: the same shape
+            may need less at one time (a batch that happens to have no padding, hence no mask) and
+            more at another, and what counts is the more.
+    """
     largest = float(np.max(values))
     if largest <= 0:
         return np.zeros(features.shape[1])
     # Values far below the largest would otherwise rule the fit with their noise.
     weights = 1.0 / np.maximum(values, 1e-4 * largest)
+    solution = _weighted(features, values, weights)
+    for _ in range(_ROUNDS if from_above else 0):
+        below = features @ solution < values
+        solution = _weighted(features, values, np.where(below, _BELOW * weights, weights))
+    return solution
+
+
+def _weighted(features: FloatArray, values: FloatArray, weights: FloatArray) -> FloatArray:
+    from scipy.optimize import nnls  # late: importing the package stays cheap
+
     rows = features * weights[:, None]
     scale = np.linalg.norm(rows, axis=0)
     scale[scale == 0] = 1.0

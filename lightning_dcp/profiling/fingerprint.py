@@ -24,7 +24,7 @@ from torch import nn
 from lightning_dcp.profiling.options import ProfilingOptions
 
 # Part of every key: raise it when the meaning of a measured number changes.
-MEASUREMENT_VERSION = 3
+MEASUREMENT_VERSION = 4
 _LIBRARIES = ("torch", "lightning_dcp", "lightning", "flash-attn")
 
 

@@ -192,9 +192,9 @@ def _power_of_two(number: int) -> int:
 class Forecast:
     """Predict a quantity of a trial from the trials before it.
 
-    Non-negative least squares on ``1, b*s/p, b*s**2/p`` per SP size, relative errors equally
-    weighted. An SP size that has too few points is taken to gain nothing over ``p = 1``: too
-    pessimistic for time and memory alike, which is the safe side.
+    Non-negative least squares on ``1, b*s/p, b*s**2/p`` per SP size, the last once more for b > 1,
+    relative errors equally weighted. An SP size that has too few points is taken to gain nothing
+    over ``p = 1``: too pessimistic for time and memory alike, which is the safe side.
     """
 
     def __init__(self) -> None:
@@ -235,4 +235,6 @@ def _fit_and_evaluate(points: Sequence[tuple[Trial, float]], trial: Trial) -> fl
 
 def _features(trial: Trial) -> np.ndarray:
     tokens = trial.batch_size * trial.seq_len / trial.sp_size
-    return np.array([1.0, tokens, tokens * trial.seq_len])
+    square = tokens * trial.seq_len
+    # The last: NOTE [Masks of padded batches] in planning/fitting.py.
+    return np.array([1.0, tokens, square, square if trial.batch_size > 1 else 0.0])

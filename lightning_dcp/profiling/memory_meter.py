@@ -80,9 +80,9 @@ def _collect(saved: dict[int, int], recomputed: Sequence[nn.Module]) -> Iterator
         return tensor.detach()
 
     def keep_input(_: nn.Module, args: object, kwargs: object) -> None:
-        # A checkpoint holds its arguments in a closure, out of sight of the hooks on saved tensors.
-        leaves = tree_leaves((args, kwargs))
-        saved.update(_storages([t for t in leaves if isinstance(t, Tensor) and t.requires_grad]))
+        # A checkpoint holds its arguments in a closure, out of sight of the hooks on saved tensors:
+        # the hidden states, and what all blocks share, such as a mask.
+        saved.update(_storages([t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]))
 
     handles = [b.register_forward_pre_hook(keep_input, with_kwargs=True) for b in recomputed]
     try:

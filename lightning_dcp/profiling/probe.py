@@ -45,8 +45,8 @@ class StepCosts:
         saved_bytes: Saved for backward by the measured block, without its input; ``None`` where
             bytes were not counted in this pass.
         input_bytes: The measured block's input.
-        rest_bytes: Saved for backward outside the blocks (CPU), or the peak above the blocks'
-            (CUDA, where it includes temporary memory).
+        rest_bytes: Saved for backward outside the blocks, and what the blocks share (CPU), or the
+            peak above the blocks' (CUDA, where it includes temporary memory).
         input_shape: Shape of the stack's whole, not yet sliced input.
         dtype: The coarsest of the input's type and autocast's.
         others: Those of the model's other stacks; the fields above are the main one's.
@@ -115,6 +115,7 @@ class StepProbe:
         )
         self._running: int | None = None  # index of the block whose forward runs
         self._saved: dict[int | None, dict[int, int]] = {}  # by that index: storage -> bytes
+        self._arguments: dict[int, int] = {}  # of all blocks
         self._allocated_at_start = 0
         self._peak_bytes = 0
         self._exit = ExitStack()
@@ -216,7 +217,9 @@ class StepProbe:
             if tensor.requires_grad:
                 tensor.register_hook(complete)  # type: ignore[no-untyped-call]
         if self._counts_on_host:
-            call.kept.extend(inputs)
+            tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+            self._arguments |= _storages(tensors)
+            call.kept.extend(tensors)
         if self._on_cuda:
             call.allocated_bytes = -torch.cuda.memory_allocated(self._device)
         self._running = index
@@ -271,11 +274,15 @@ class StepProbe:
             inputs |= record.input_storages
         rest = dict(self._saved.get(None, {}))
         outside = rest.keys() | set()
+        handed_on = {at for record in self._records for at in record.output_storages}
         counted: list[tuple[float | None, float | None]] = []
         for stack in self._stacks:
             own, shared = self._saved_by(stack, apart | inputs.keys() | outside)
             counted.append((own, float(sum(stack.measured.input_storages.values()))))
             rest |= shared
+        # Blocks that are recomputed hold all their arguments, also those that no operation saves:
+        # a mask of booleans, of which each block's attention makes its own copy.
+        rest |= {at: n for at, n in self._arguments.items() if at not in handed_on}
         num_bytes = (n for at, n in rest.items() if at not in apart and at not in inputs)
         return counted, float(sum(num_bytes))
 

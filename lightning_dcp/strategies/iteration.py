@@ -343,6 +343,8 @@ class IterationRunner:
                 micro_batch.seq_len,
                 group.size,
                 micro_batch.recompute_blocks,
+                # Models make a mask of a batch with padding, and none of one without.
+                micro_batch.num_tokens < micro_batch.padded_tokens,
             )
             with self.memory.forward(shape, micro_batch.recompute_blocks):
                 if self._own_losses is not None:

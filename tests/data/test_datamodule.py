@@ -45,7 +45,16 @@ def test_outside_the_range_of_lengths() -> None:
     assert make.longest(1) == 10
     assert sorted(make.sample_ids(2, 1)) == [0, 3]
     assert make.longest(1000) == 20
-    assert sorted(make.sample_ids(2, 1000)) == [1, 2]
+    assert make.sample_ids(2, 1000) == (2, 3)
+
+
+def test_batches_have_padding_where_they_can() -> None:
+    make = maker([20, 7, 30, 30, 30, 14, 30])
+    assert [make(b, 30)["tokens"].shape for b in (1, 3)] == [(1, 30), (3, 30)]
+    assert make.sample_ids(3, 30) == (6, 4, 0)
+    assert make.sample_ids(1, 30) == (6,)
+    assert make.sample_ids(2, 14) == (5, 1)
+    assert maker([7, 30, 30]).sample_ids(2, 30) == (2, 1)  # more than half would be padding
 
 
 def test_too_few_samples_of_about_that_length_are_repeated() -> None:

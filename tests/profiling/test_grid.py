@@ -104,6 +104,17 @@ class TestForecast:
     def test_predicts_with_a_margin(self, forecast: Forecast, trial: Trial) -> None:
         assert forecast.predict(trial) == pytest.approx(1.25 * self.cost(trial), rel=1e-3)
 
+    def test_a_mask_from_two_samples_on(self) -> None:
+        def cost(trial: Trial) -> float:
+            mask = 4e-9 * trial.batch_size * trial.seq_len**2
+            return self.cost(trial) + (mask if trial.batch_size > 1 else 0.0)
+
+        forecast = Forecast()
+        for trial in (Trial(b, s, 1) for s in (100, 400, 1600) for b in (1, 2)):
+            forecast.add(trial, cost(trial))
+        for trial in (Trial(1, 6400, 1), Trial(3, 6400, 1)):
+            assert forecast.predict(trial) == pytest.approx(1.25 * cost(trial), rel=1e-3)
+
     def test_an_unknown_sp_size_gains_nothing(self, forecast: Forecast) -> None:
         assert forecast.predict(Trial(2, 1000, 4)) == forecast.predict(Trial(2, 1000, 1))
 
