@@ -13,42 +13,19 @@ the place of the library's gradient checkpointing: the LightningModule knows not
 
 from __future__ import annotations
 
-import argparse
-import os
-import warnings
 from collections.abc import Sequence
-from pathlib import Path
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-import lightning_dcp
-
 if __package__:  # by LightningCLI, from the folder above
-    from examples.stdlib_lm import (
-        BOS,
-        HELD_OUT_FILES,
-        IGNORE,
-        LN2,
-        ValidationHistory,
-        collect,
-        stdlib_files,
-    )
+    from examples.stdlib_lm import BOS, HELD_OUT_FILES, IGNORE, LN2, collect, stdlib_files
 else:
-    from stdlib_lm import (
-        BOS,
-        HELD_OUT_FILES,
-        IGNORE,
-        LN2,
-        ValidationHistory,
-        collect,
-        stdlib_files,
-    )
+    from stdlib_lm import BOS, HELD_OUT_FILES, IGNORE, LN2, collect, stdlib_files
 
 
 class Tokens(Dataset[dict[str, list[int]]]):
@@ -162,65 +139,22 @@ class CausalLM(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self.hparams.learning_rate)
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    gpus = torch.cuda.device_count()
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    add = parser.add_argument
-    strategies = ["dcp", "dcp_ddp", "dcp_fsdp"]
-    add("--strategy", choices=strategies, default="dcp", help="on DeepSpeed ZeRO-1, DDP or FSDP2")
-    add("--devices", type=int, default=gpus or 4, help="ranks: GPUs where there are some")
-    add("--max-steps", type=int, default=60, help="optimizer steps")
-    add("--memory-limit-mb", type=float, default=None if gpus else 64.0, help="for each rank")
-    add("--profile-seconds", type=float, default=15.0, help="budget of the cost profile")
-    add("--num-samples", type=int, default=4000, help="training samples")
-    add("--max-length", type=int, default=4096, help="bytes; longer samples are left out")
-    add("--hidden-size", type=int, default=64, help="width of the model")
-    add("--num-layers", type=int, default=4, help="number of blocks")
-    add("--out", type=Path, default=Path("runs/hf_causal_lm"), help="folder for logs")
-    return parser.parse_args(argv)
+def main(argv: Sequence[str] | None = None) -> None:
+    from running import parser, train
 
-
-def main(args: argparse.Namespace) -> None:
-    for deprecated in (".*LeafSpec.*", ".*all_gather_into_tensor.*"):
-        warnings.filterwarnings("ignore", message=deprecated)
-    L.seed_everything(0, verbose=False)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.devices))
-    limit = None if args.memory_limit_mb is None else int(args.memory_limit_mb * 2**20)
-    strategy = {
-        "dcp": lightning_dcp.DCPStrategy,
-        "dcp_ddp": lightning_dcp.DCPDDPStrategy,
-        "dcp_fsdp": lightning_dcp.DCPFSDPStrategy,
-    }[args.strategy](
-        planning=lightning_dcp.PlanningOptions(memory_limit_bytes=limit),
-        profiling=lightning_dcp.ProfilingOptions(budget_s=args.profile_seconds),
+    options = parser(__doc__.split("\n\n")[0], "hf_causal_lm", max_steps=60)
+    options.add_argument("--num-samples", type=int, default=4000, help="training samples")
+    options.add_argument(
+        "--max-length", type=int, default=4096, help="bytes; longer ones are left out"
     )
-    history = ValidationHistory()
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="gpu" if torch.cuda.is_available() else "cpu",
-        devices=args.devices,
-        max_steps=args.max_steps,
-        gradient_clip_val=1.0,
-        num_sanity_val_steps=-1,  # a full validation before the first step
-        val_check_interval=args.max_steps,
-        check_val_every_n_epoch=None,
-        log_every_n_steps=1,
-        logger=CSVLogger(args.out.parent, name=args.out.name),
-        enable_checkpointing=False,
-        callbacks=[history, lightning_dcp.DCPCallback()],
-    )
+    options.add_argument("--hidden-size", type=int, default=64, help="width of the model")
+    options.add_argument("--num-layers", type=int, default=4, help="number of blocks")
+    args = options.parse_args(argv)
+    L.seed_everything(args.seed, verbose=False)
     model = CausalLM(hidden_size=args.hidden_size, num_layers=args.num_layers)
     data = TextData(num_samples=args.num_samples, max_length=args.max_length)
-    trainer.fit(model, datamodule=data)
-    if trainer.is_global_zero:
-        before, after = history.bits_per_byte[0], history.bits_per_byte[-1]
-        print(
-            f"Bits per byte of held-out definitions: {before:.2f} before the first step, "
-            f"{after:.2f} after {trainer.global_step} steps"
-        )
+    train(args, model, data, "val_bits_per_byte")
 
 
 if __name__ == "__main__":
-    main(parse())
+    main()
