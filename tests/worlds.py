@@ -249,13 +249,13 @@ def _serve(
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     # Kept open for the life of the process: the handler writes to its descriptor.
     stack_file = open(Path(directory) / f"stack-{rank}", "w")  # noqa: SIM115
-    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     faulthandler.enable(file=sys.stderr)
 
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     try:
         if backend is not None:
             dist.init_process_group(
@@ -279,6 +279,9 @@ def _serve(
             break
         if not message:
             break
+        # Anew each time: a Trainer that ends puts the handlers back that Python knows of.
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         connection.send_bytes(_answer(rank, message))
     os._exit(0)  # no destructors: those of a process group may wait for a rank that is gone
 

@@ -201,9 +201,15 @@ class DCPDDPStrategy(DCPStrategyMixin, DDPStrategy):
         def closing(*_: Any, **__: Any) -> Tensor:
             return zero_for(p for p in pl_module.parameters() if p.requires_grad)
 
-        with forward_replaced(pl_module, closing):
-            zero = self.model()
-        zero.backward()
+        # Armed here alone: a forward pass through DDP with gradients on (evaluation is measured by
+        # one) would let it reduce in the next backward pass, which other ranks may not have.
+        self.model.require_backward_grad_sync = True
+        try:
+            with forward_replaced(pl_module, closing):
+                zero = self.model()
+            zero.backward()
+        finally:
+            self.model.require_backward_grad_sync = False
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

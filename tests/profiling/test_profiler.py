@@ -299,7 +299,7 @@ def test_one_block_is_measured_itself() -> None:
 
 def test_a_small_budget_still_gives_a_fit() -> None:
     result = profile(options=ProfilingOptions(budget_s=1e-3))
-    assert len(points(result, 1)) == 6
+    assert len(points(result, 1)) == 8
     assert result.cost_model().sp_sizes == (1,)
     assert "would take" in result.skipped[-1].reason
 

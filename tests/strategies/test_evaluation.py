@@ -380,7 +380,7 @@ def fit(rank: int, name: str, cache: str, folder: str) -> Any:
     # A limit that training fits into, and by which long validation samples need several ranks.
     model = Fitted()
     fixed = sum(p.numel() * p.element_size() for p in model.parameters())
-    limit = fixed * 5 + (65_000 if name == "dcp_ddp" else 10**9)
+    limit = fixed * 5 + (90_000 if name == "dcp_ddp" else 10**9)
     strategy = STRATEGIES[name](
         planning=PlanningOptions(memory_limit_bytes=limit),
         profiling=ProfilingOptions(budget_s=1.5, repeats=1, cache_dir=cache),

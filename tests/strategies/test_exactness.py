@@ -8,12 +8,14 @@ idle.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
-from tests.strategies.hand_planned import NUM_BLOCKS, make_plans, train, wanted_of
-from tests.strategies.toys import largest_relative_error, pad_hidden_labels
+from tests.strategies.hand_planned import NUM_BLOCKS, Watch, make_plans, train, wanted_of
+from tests.strategies.toys import Sequences, largest_relative_error, pad, pad_hidden_labels
 from tests.worlds import World
 
 
@@ -107,3 +109,24 @@ def test_more_ranks_than_heads(world: World) -> None:
             )
         assert largest_relative_error(result["parameters"], wanted.parameters) <= 1e-12
         assert result["losses"] == pytest.approx(wanted.losses, rel=1e-12)
+
+
+class WrapperCalled(Watch):
+    """Calls the module through DDP with gradients on, as evaluation does while it is measured."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        strategy = trainer.strategy
+        batch = pad([Sequences([5])[0]])
+        batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+        strategy._forward_redirection(strategy.model, pl_module, "losses", batch)
+
+
+def test_a_forward_through_ddp_reduces_nothing(world: World) -> None:
+    """Else ranks reduce within their first backward pass, which those without work do not have."""
+    wanted = wanted_of(3, name="dcp_ddp", double=True)
+    results = world.run(train, "dcp_ddp", 3, double=True, watch_class=WrapperCalled)
+    for result in results:
+        for step in range(3):
+            assert (
+                largest_relative_error(result["gradients"][step], wanted.gradients[step]) <= 1e-12
+            )
