@@ -227,7 +227,7 @@ class TestTwoEpochs:
 
 def test_a_world_that_is_no_power_of_two(tmp_path: Path) -> None:
     """Blocks of powers of two, the rest with p = 1; every rank takes part in every step."""
-    memory = DCPDDPStrategy().fixed_bytes(LoggingLM()) + 60_000
+    memory = DCPDDPStrategy().fixed_bytes(LoggingLM()) + 90_000
     with World(3, timeout_s=100) as three:
         results = three.run(fit, "dcp_ddp", str(tmp_path), planning={"memory_limit_bytes": memory})
     plans = [report.plan for report in results[0]["reports"]]
