@@ -181,8 +181,8 @@ def query_rows(shard: ShardedPass, mask: Tensor | None) -> Tensor | None:
             f"an attention mask of shape {tuple(mask.shape)} has {mask.shape[-2]} rows, but there "
             f"are {shard.length} queries in the whole sequence"
         )
-    rows = torch.arange(shard.start, shard.start + shard.local_length, device=mask.device)
-    return mask.index_select(-2, rows.clamp(max=shard.length - 1))
+    rows = shard.positions(mask.device).clamp(max=shard.length - 1)
+    return mask.index_select(-2, rows)
 
 
 def _causal_rows(shard: ShardedPass, query: Tensor, key: Tensor) -> Tensor:

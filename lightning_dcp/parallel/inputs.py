@@ -47,7 +47,8 @@ class OwnInputs:
 
     Attributes:
         batch: its slice.
-        num_targets: loss-bearing elements of the slice; None where the batch has no labels.
+        num_targets: loss-bearing elements of the slice; None where the batch has no labels, or is
+            whole.
         whole_targets: of the whole batch.
     """
 
@@ -146,7 +147,7 @@ class StepInputs:
             if self.slices:  # as on more ranks, to compute the same
                 batch = self._without_mask(batch)
             with self.models.whole():
-                yield OwnInputs(batch, count_targets(batch, self._ignore_index))
+                yield OwnInputs(batch, None)
             return
         entries = entries_of(batch)
         prepared = self.models.prepare(entries, self._declared)
@@ -160,8 +161,8 @@ class StepInputs:
             choose_local_length(length, region.group.size, conditions),
             conditions,
         )
-        positions = positions_of(shard, device)
-        own = self._slice(prepared, dims, positions, length)
+        positions = shard.positions(device)
+        own = self._slice(prepared, dims, positions, shard)
         own.update(self.models.mask_of(prepared, positions))
         num_targets, whole_targets = self._count(prepared, own)
         region.remember(shard)
@@ -189,11 +190,12 @@ class StepInputs:
         entries: Mapping[Any, Any],
         dims: Mapping[Any, int],
         positions: Tensor,
-        length: int,
+        shard: ShardedPass,
     ) -> dict[Any, Tensor]:
+        length = shard.length
         index = positions.clamp(max=length - 1)
         is_padding = positions >= length
-        has_padding = bool(is_padding.any())
+        has_padding = shard.start + shard.local_length > length
         labels = (*label_entries(entries), "y", "shift_labels")
         own: dict[Any, Tensor] = {}
         for name, dim in dims.items():
@@ -236,24 +238,9 @@ class StepInputs:
         return None, None
 
 
-def positions_of(shard: ShardedPass, device: torch.device) -> Tensor:
-    """(n,) places in the sequence of this rank's tokens; S or more: padding."""
-    positions = getattr(shard, "positions", None)
-    if positions is None:
-        return torch.arange(shard.start, shard.start + shard.local_length, device=device)
-    found: Tensor = positions(device) if callable(positions) else positions
-    return found.to(device)
-
-
 def whole_sequence(own: Tensor, dim: int, shard: ShardedPass) -> Tensor:
     """(..., S, ...) of all ranks' (..., n, ...), without gradient. A collective of the group."""
-    dim = dim % own.dim()
-    padded = shard.group.size * shard.local_length
-    gathered = gather_sequence(own.detach(), dim, shard.group, padded)
-    places = gather_sequence(positions_of(shard, own.device), 0, shard.group, padded)
-    order = torch.empty_like(places)
-    order[places] = torch.arange(padded, device=places.device)
-    return gathered.index_select(dim, order[: shard.length])
+    return gather_sequence(own.detach(), dim % own.dim(), shard.group, shard.length)
 
 
 def mean_over_group(loss: Tensor, num_targets: float, region: Region, shard: ShardedPass) -> Tensor:

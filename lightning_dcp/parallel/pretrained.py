@@ -10,7 +10,6 @@ transformers is not imported: a model of it can only be there if the user did.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_dcp.parallel.deferred_logits import deferring
+from lightning_dcp.parallel.huggingface import pretrained_models
 from lightning_dcp.parallel.targets import label_entries
 
 __all__ = ["PretrainedModels"]
@@ -210,10 +210,7 @@ class _Placed:
 
 
 def _outermost(module: nn.Module) -> list[Any]:
-    transformers = sys.modules.get("transformers")
-    if transformers is None:
-        return []
-    known = [m for m in module.modules() if isinstance(m, transformers.PreTrainedModel)]
+    known = pretrained_models(module)
     inside = {id(part) for m in known for part in m.modules() if part is not m}
     return [m for m in known if id(m) not in inside]
 

@@ -74,6 +74,10 @@ class ShardedPass:
         """Index in the sequence of this rank's first token; S or more: it has only padding."""
         return self.group.rank_in_group * self.local_length
 
+    def positions(self, device: torch.device) -> Tensor:
+        """(n,) places in the sequence of this rank's tokens; S or more: padding."""
+        return torch.arange(self.start, self.start + self.local_length, device=device)
+
 
 def choose_local_length(length: int, sp_size: int, taken: set[int]) -> int:
     """The smallest n >= 2 with p * n >= S that is not S and not in ``taken``."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -196,7 +196,8 @@ def _share_difference(tensor: Tensor, whole: Tensor, shard: ShardedPass | None) 
     if len(unequal) != 1 or not axes:
         return None
     dim, length, local = axes[0]
-    positions = _positions(shard, length, local)
+    along = replace(shard, length=length, local_length=local)
+    positions = along.positions(torch.device("cpu"))
     inside = positions < length
     many = whole.shape[dim] // length
     if many == length:
@@ -216,17 +217,6 @@ def _share_difference(tensor: Tensor, whole: Tensor, shard: ShardedPass | None) 
 
 def _unflattened(tensor: Tensor, dim: int, sizes: tuple[int, int]) -> Tensor:
     return tensor.reshape(*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :])
-
-
-def _positions(shard: ShardedPass, length: int, local: int) -> Tensor:
-    """(n,) place in the sequence of each token of the share; S or more is padding."""
-    given = getattr(shard, "positions", None) if length == shard.length else None
-    if callable(given):
-        given = given()
-    if given is not None:
-        return torch.as_tensor(given, device="cpu").long()
-    start = shard.group.rank_in_group * local
-    return torch.arange(start, start + local)
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:

@@ -78,7 +78,7 @@ def unfit_in_trace(stacks: Sequence[StackRuntime], trace: Sequence[BlockCall]) -
     for stack in stacks:
         if not stack.stack.optional:
             continue
-        reason = _unfit(stack, [call for call in trace if call.path == stack.path])
+        reason = _unfit([call for call in trace if call.path == stack.path])
         if reason is None and not _in_a_row([*kept, stack], trace):
             reason = _NOT_IN_A_ROW
         if reason is None:
@@ -88,7 +88,7 @@ def unfit_in_trace(stacks: Sequence[StackRuntime], trace: Sequence[BlockCall]) -
     return found
 
 
-def _unfit(stack: StackRuntime, calls: Sequence[BlockCall]) -> str | None:
+def _unfit(calls: Sequence[BlockCall]) -> str | None:
     if not calls:
         return NOT_CALLED
     if any(call.input_shape is None or call.input_shape != call.output_shape for call in calls):

@@ -38,7 +38,7 @@ def step_inputs(pl_module: L.LightningModule, settings: DCPSettings) -> StepInpu
                 " lightning_dcp.linear_cross_entropy(hidden, head.weight, labels)."
             )
         inputs.models.tiled = True
-    return inputs
+    return inputs if inputs.slices or inputs.models.vocabulary else None
 
 
 def tile_large_loss(
