@@ -227,17 +227,7 @@ class Search:
         sizes = [p for p in candidates if Trial(1, longest, p) in self._succeeded]
         if not sizes or longest <= length_to_check(grid, candidates):
             return
-        check = partial(
-            check_sharding,
-            self._step,
-            sp_sizes=sizes,
-            batch_size=1,
-            seq_len=longest,
-            compute_dtype=self._compute_dtype,
-            gather=self._gather,
-            active_blocks=NUM_ACTIVE_BLOCKS,
-        )
-        self.exclusions |= check_stacks(check, self._step, sizes)
+        self._compare(sizes, 1, longest, active_blocks=NUM_ACTIVE_BLOCKS)
 
     def _is_excluded(self, sp_size: int) -> bool:
         """Asked before every trial: windowed attention, for one, shows in longer sequences only."""
@@ -272,27 +262,39 @@ class Search:
         return None
 
     def _exclude(self, sp_sizes: Sequence[int], grid: Sequence[int]) -> None:
-        """Fill ``exclusions`` for sizes above 1: by heads, then by the check of the sharding."""
+        """Fill ``exclusions`` for sizes above 1: by their blocks, then by the self-check."""
         if not sp_sizes:
             return
         candidates = [p for p in sp_sizes if not self._is_excluded(p)]
         if not candidates or not self._self_check:
             return
         self._report("comparing sharded with whole", self._elapsed_s)
-        # The check wakes parameters and changes modes; trials go on with what was there before.
+        before_s = self.runner.elapsed_s()
+        self._compare(candidates, min(2, len(self._lengths)), length_to_check(grid, candidates))
+        self._elapsed_s = self.runner.elapsed_s()
+        self._check_s = self._elapsed_s - before_s
+
+    def _compare(
+        self,
+        sp_sizes: Sequence[int],
+        batch_size: int,
+        seq_len: int,
+        *,
+        active_blocks: int | None = None,
+    ) -> None:
+        """The self-check at one shape; sizes that cannot be used go to ``exclusions``."""
         check = partial(
             check_sharding,
             self._step,
-            sp_sizes=candidates,
-            batch_size=min(2, len(self._lengths)),
-            seq_len=length_to_check(grid, candidates),
+            sp_sizes=sp_sizes,
+            batch_size=batch_size,
+            seq_len=seq_len,
             compute_dtype=self._compute_dtype,
             gather=self._gather,
+            active_blocks=active_blocks,
         )
-        before_s = self.runner.elapsed_s()
-        self.exclusions |= check_stacks(check, self._step, candidates)
-        self._elapsed_s = self.runner.elapsed_s()
-        self._check_s = self._elapsed_s - before_s
+        # It wakes parameters and changes modes; trials go on with what was there before.
+        self.exclusions |= check_stacks(check, self._step, sp_sizes)
 
 
 def _bytes_of_step(costs: StepCosts, num_blocks: Sequence[int]) -> float:
