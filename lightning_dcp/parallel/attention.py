@@ -83,7 +83,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Te
     observe(query, key)
     shard = sharded_along(query.shape[-2], key.shape[-2])
     if shard is not None:
-        if current_axis() or check_lengths(shard, query.shape[-2], key.shape[-2]) == "self":
+        if check_lengths(shard, query.shape[-2], key.shape[-2]) == "self":
             spec = dataclasses.replace(spec, segments=packed_lengths(shard.length, shard.length))
             return region.kept(attend_over_ranks(shard, query, key, value, spec))
         packed_lengths(shard.length, key.shape[-2])
@@ -155,9 +155,13 @@ def sharded_along(query_length: int, key_length: int) -> ShardedPass | None:
 def check_lengths(shard: ShardedPass, query_length: int, key_length: int) -> str:
     """What a call attends to: "self" (the sharded sequence) or "cross" (a whole condition).
 
+    A marked call is along the sharded axis, whatever its length.
+
     Raises:
         ValueError: where the lengths leave it open: better than a silently wrong result.
     """
+    if current_axis() is not None:
+        return "self"
     local, conditions = shard.local_length, shard.condition_lengths
     if query_length == local and key_length == local:
         return "self"

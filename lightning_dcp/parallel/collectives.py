@@ -21,7 +21,13 @@ from torch.autograd.function import once_differentiable
 
 from lightning_dcp.parallel.topology import SPGroup
 
-__all__ = ["gather_sequence", "heads_to_sequence", "sequence_to_heads", "slice_sequence"]
+__all__ = [
+    "gather_sequence",
+    "heads_to_sequence",
+    "pad_sequence",
+    "sequence_to_heads",
+    "slice_sequence",
+]
 
 # torch 2.13 renamed these and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -145,7 +151,12 @@ def slice_sequence(whole: Tensor, dim: int, group: SPGroup, local_length: int) -
 
 
 def pad_sequence(own: Tensor, source: Tensor, dim: int, to_length: int) -> Tensor:
-    """``own`` continued to ``to_length`` tokens by copies of ``source``'s last, gradient-free."""
+    """``own`` continued to ``to_length`` tokens by copies of ``source``'s last, gradient-free.
+
+    ``own`` itself where nothing is missing.
+    """
+    if own.shape[dim] == to_length:
+        return own
     last = source.detach().narrow(dim, source.shape[dim] - 1, 1)
     shape = list(own.shape)
     shape[dim] = to_length - own.shape[dim]

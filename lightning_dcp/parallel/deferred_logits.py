@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_dcp.parallel.loss import Transform, tiled_cross_entropy
+from lightning_dcp.parallel.loss import Transform, layer_dtype, tiled_cross_entropy
 
 __all__ = ["DeferredLogits", "deferring"]
 
@@ -64,14 +64,10 @@ class DeferredLogits(Tensor):
         dtype: torch.dtype | None = None,
     ) -> DeferredLogits:
         """Deferred logits of a linear layer."""
-        device = hidden.device.type
-        if dtype is None:
-            autocast = torch.is_autocast_enabled(device)
-            dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
         new: DeferredLogits = Tensor._make_wrapper_subclass(
             DeferredLogits,
             (*hidden.shape[:-1], weight.shape[0]),
-            dtype=dtype,
+            dtype=layer_dtype(hidden) if dtype is None else dtype,
             device=hidden.device,
         )
         with torch._C.DisableTorchFunctionSubclass():

@@ -34,11 +34,12 @@ from lightning_dcp.parallel import region
 from lightning_dcp.parallel.attention import check_lengths, observe, sharded_along
 from lightning_dcp.parallel.attention_spec import AttentionSpec
 from lightning_dcp.parallel.axes import current_axis
-from lightning_dcp.parallel.collectives import heads_to_sequence, pad_sequence, sequence_to_heads
+from lightning_dcp.parallel.collectives import heads_to_sequence
+from lightning_dcp.parallel.heads import share_heads
 from lightning_dcp.parallel.interception_switch import is_intercepting, no_interception
 from lightning_dcp.parallel.region import ShardedPass
 from lightning_dcp.parallel.segments import packed_lengths
-from lightning_dcp.parallel.ulysses import attend_over_ranks
+from lightning_dcp.parallel.ulysses import attend_over_ranks, repeat_heads, tokens_of_own
 
 __all__ = ["dense_flex_attention", "installed"]
 
@@ -97,13 +98,18 @@ def _copied(code: types.CodeType, function: types.FunctionType) -> Function:
     return own
 
 
+@functools.cache
+def _signature(function: Function) -> inspect.Signature:
+    return inspect.signature(function)
+
+
 def _flex_attention(original: Function, *args: Any, **kwargs: Any) -> Any:
-    bound = inspect.signature(original).bind(*args, **kwargs)
+    if region.active() is None or not is_intercepting():
+        return original(*args, **kwargs)
+    bound = _signature(original).bind(*args, **kwargs)
     bound.apply_defaults()
     call = bound.arguments
     query, key = call["query"], call["key"]
-    if region.active() is None or not is_intercepting():
-        return original(**call)
     observe(query, key)
     shard = sharded_along(query.shape[-2], key.shape[-2])
     length = query.shape[-2] if shard is None else shard.length
@@ -114,7 +120,7 @@ def _flex_attention(original: Function, *args: Any, **kwargs: Any) -> Any:
         )
     if shard is None:
         return _computed(original, call)
-    if not current_axis() and check_lengths(shard, query.shape[-2], key.shape[-2]) == "cross":
+    if check_lengths(shard, query.shape[-2], key.shape[-2]) == "cross":
         raise ValueError(
             f"flex_attention of {query.shape[-2]} of {shard.length} sharded queries to "
             f"{key.shape[-2]} keys of a whole condition: call F.scaled_dot_product_attention for "
@@ -129,7 +135,7 @@ def _over_ranks(shard: ShardedPass, original: Function, call: dict[str, Any]) ->
     query, key, value = call["query"], call["key"], call["value"]
     num_heads, num_kv_heads = query.shape[1], key.shape[1]
     asks_more = call["score_mod"] is not None or call["return_lse"] or call.get("return_aux")
-    if num_heads % group.size or (num_kv_heads % group.size and group.size % num_kv_heads):
+    if not share_heads(num_heads, num_kv_heads, group.size):
         if asks_more:
             raise ValueError(
                 f"{group.size} ranks cannot share the {num_heads} heads ({num_kv_heads} of keys) "
@@ -137,8 +143,7 @@ def _over_ranks(shard: ShardedPass, original: Function, call: dict[str, Any]) ->
                 f"score_mod nor return_lse: use an SP size that divides the heads"
             )
         return attend_over_ranks(shard, query, key, value, _as_spec(shard, call))
-    repeats = group.size // num_kv_heads if num_kv_heads % group.size else 1
-    key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
+    key, value = (repeat_heads(tensor, group.size) for tensor in (key, value))
     whole = heads_to_sequence([query, key, value], group)
     own = [tensor.narrow(2, 0, shard.length) for tensor in whole]
     first = group.rank_in_group * (num_heads // group.size)
@@ -150,24 +155,16 @@ def _over_ranks(shard: ShardedPass, original: Function, call: dict[str, Any]) ->
     }
     out = _computed(original, shifted)
     if isinstance(out, Tensor):
-        return _back(shard, out)
+        return tokens_of_own(shard, out)
     attended, more = out
     if isinstance(more, Tensor):  # of return_lse
-        return _back(shard, attended), _back(shard, more[..., None])[..., 0]
+        return tokens_of_own(shard, attended), tokens_of_own(shard, more[..., None])[..., 0]
     sent = {
-        name: _back(shard, part[..., None])[..., 0]
+        name: tokens_of_own(shard, part[..., None])[..., 0]
         for name, part in more._asdict().items()
         if part is not None
     }
-    return _back(shard, attended), more._replace(**sent)
-
-
-def _back(shard: ShardedPass, whole: Tensor) -> Tensor:
-    """All tokens of a share of the heads -> a share of the tokens of all heads."""
-    padded = shard.group.size * shard.local_length
-    if padded > shard.length:
-        whole = pad_sequence(whole, whole, 2, padded)
-    return sequence_to_heads(whole, shard.group)
+    return tokens_of_own(shard, attended), more._replace(**sent)
 
 
 def _of_own_heads(mod: Function | None, first: int, place: int) -> Function | None:

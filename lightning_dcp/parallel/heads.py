@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 
-__all__ = ["HeadSplit", "heads_reason", "split_heads"]
+__all__ = ["HeadSplit", "share_heads", "split_heads"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,17 +37,13 @@ class HeadSplit:
         )
 
 
-def heads_reason(num_heads: int, num_kv_heads: int, sp_size: int) -> str | None:
-    """Why ``sp_size`` ranks cannot share these heads without a ring, or None where they can.
+def share_heads(num_heads: int, num_kv_heads: int, sp_size: int) -> bool:
+    """Whether ``sp_size`` ranks can share these heads without a ring.
 
     Keys and values with fewer heads than ranks are repeated, where their number divides that of the
     ranks.
     """
-    if num_heads % sp_size:
-        return f"{sp_size} does not divide the {num_heads} attention heads"
-    if num_kv_heads % sp_size and sp_size % num_kv_heads:
-        return f"{sp_size} ranks cannot share the {num_kv_heads} key/value heads"
-    return None
+    return num_heads % sp_size == 0 and (num_kv_heads % sp_size == 0 or sp_size % num_kv_heads == 0)
 
 
 @functools.cache
@@ -60,7 +56,7 @@ def split_heads(num_heads: int, num_kv_heads: int, sp_size: int) -> HeadSplit:
         sp_size: p, a power of two.
     """
     degree = sp_size
-    while heads_reason(num_heads, num_kv_heads, degree) is not None:
+    while not share_heads(num_heads, num_kv_heads, degree):
         degree //= 2
     split = HeadSplit(ulysses=degree, ring=sp_size // degree)
     if sp_size > 1:

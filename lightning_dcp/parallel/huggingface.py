@@ -26,11 +26,9 @@ from lightning_dcp.parallel.huggingface_attention import (
     register_attention,
     whole_position_bias,
 )
-from lightning_dcp.parallel.huggingface_loss import OwnLosses
+from lightning_dcp.parallel.huggingface_loss import OwnLosses, set_attribute
 
 __all__ = ["PreparedModels", "attention_names", "prepare_models", "pretrained_models"]
-
-_MISSING = object()
 
 
 class PreparedModels:
@@ -55,12 +53,7 @@ class PreparedModels:
 
     def _set(self, owner: Any, name: str, value: object) -> None:
         """An attribute of the instance, until ``undo``."""
-        before = vars(owner).get(name, _MISSING)
-        vars(owner)[name] = value
-        if before is _MISSING:
-            self._changes.callback(vars(owner).pop, name, None)
-        else:
-            self._changes.callback(vars(owner).__setitem__, name, before)
+        self._changes.callback(set_attribute(owner, name, value))
 
     def _change(self, module: nn.Module, models: list[Any], *, sharded: bool) -> None:
         if sharded:

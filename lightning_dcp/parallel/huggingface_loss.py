@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_dcp.parallel.targets import label_entries
 
-__all__ = ["OwnLosses"]
+__all__ = ["OwnLosses", "set_attribute"]
 
 _CAUSAL = "ForCausalLMLoss"
 
@@ -90,7 +90,6 @@ class OwnLosses:
         original = model.loss_function
         if getattr(original, "__name__", "") != _CAUSAL:
             return
-        own = vars(model).get("_loss_function")
 
         def tell(labels: Tensor | None, **kwargs: Any) -> None:
             if kwargs.get("num_items_in_batch") is not None:
@@ -111,11 +110,19 @@ class OwnLosses:
             tell(labels, **kwargs)
             return original(logits, labels, *args, **kwargs)
 
-        vars(model)["_loss_function"] = watched
-        if own is None:
-            self._restore.append(lambda: vars(model).pop("_loss_function", None))
-        else:
-            self._restore.append(lambda: vars(model).__setitem__("_loss_function", own))
+        self._restore.append(set_attribute(model, "_loss_function", watched))
+
+
+_MISSING = object()
+
+
+def set_attribute(owner: Any, name: str, value: object) -> Callable[[], object]:
+    """Set an attribute of the instance; what is returned puts back what was there."""
+    before = vars(owner).get(name, _MISSING)
+    vars(owner)[name] = value
+    if before is _MISSING:
+        return functools.partial(vars(owner).pop, name, None)
+    return functools.partial(vars(owner).__setitem__, name, before)
 
 
 def _names_in_forward(model: Any) -> tuple[str, ...]:

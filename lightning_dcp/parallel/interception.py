@@ -176,9 +176,7 @@ def _mha(*args: Any, **kwargs: Any) -> Any:
                 f"nn.MultiheadAttention with {name} inside {what} blocks: keys that belong to no "
                 f"token cannot be {what}. {instead}"
             )
-    if shard is None:
-        return _mha_with_own_attention(original, call)
-    if not current_axis() and check_lengths(shard, query_length, key_length) == "cross":
+    if shard is not None and check_lengths(shard, query_length, key_length) == "cross":
         rows = query_rows(shard, call["attn_mask"])
         if rows is not None and rows.shape[-2] == 1:  # of a single query; torch's wants all rows
             rows = rows.expand(*rows.shape[:-2], query_length, -1)

@@ -142,15 +142,15 @@ def dot_product_attention(
         ValueError: for segments that are not the queries and keys.
     """
     spec = spec or AttentionSpec()
-    if spec.segments is not None and len(spec.segments) == 1:
+    if spec.segments is not None:
         _check_segments(spec.segments, query, key)
-        spec = dataclasses.replace(spec, segments=None)
+        if len(spec.segments) == 1:
+            spec = dataclasses.replace(spec, segments=None)
     device = query.device
     installed = _installed(device) if device.type == "cuda" else frozenset()
     choice = choose_kernel(query, key, value, spec, device_type=device.type, installed=installed)
     _log_once(choice)
     if spec.segments is not None:
-        _check_segments(spec.segments, query, key)
         if choice.name.endswith(PER_SAMPLE):
             return _per_sample(query, key, value, spec, spec.segments)
         return _varlen(choice.name, query, key, value, spec, spec.segments)

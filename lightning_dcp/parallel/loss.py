@@ -170,10 +170,8 @@ class _TiledLosses(torch.autograd.Function):
     ) -> Tensor:
         device = hidden.device.type
         ctx.tile, ctx.tile_tokens = tile, tile_tokens
-        # What the layer computes in under autocast, also in the backward, where that is off.
-        ctx.dtype = (
-            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        )
+        # Also in the backward, where autocast is off.
+        ctx.dtype = layer_dtype(hidden)
         ctx.save_for_backward(hidden, weight, bias, labels)
         each = hidden.new_empty(labels.shape, dtype=_wide(ctx.dtype))
         with torch.autocast(device, enabled=False):
@@ -191,8 +189,9 @@ class _TiledLosses(torch.autograd.Function):
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         # Sums over tiles: in float32 at least, or each tile would be rounded on top of the others.
-        grad_weight = weight.new_zeros(weight.shape, dtype=_wide(weight.dtype))
-        grad_bias = weight.new_zeros(weight.shape[0], dtype=_wide(weight.dtype))
+        wide = _wide(weight.dtype)
+        grad_weight = weight.new_zeros(weight.shape, dtype=wide) if wants_weight else None
+        grad_bias = weight.new_zeros(weight.shape[0], dtype=wide) if wants_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             own_weight = weight.to(ctx.dtype)
             own_bias = None if bias is None else bias.to(ctx.dtype)
@@ -205,16 +204,16 @@ class _TiledLosses(torch.autograd.Function):
                 del logits, losses
                 if grad_hidden is not None:
                     grad_hidden[part] = (grad @ own_weight).to(hidden.dtype)
-                if wants_weight and grad.dtype == grad_weight.dtype:
+                if grad_weight is not None and grad.dtype == grad_weight.dtype:
                     grad_weight.addmm_(grad.T, own)
-                elif wants_weight:
+                elif grad_weight is not None:
                     grad_weight += grad.T @ own
-                if wants_bias:
+                if grad_bias is not None:
                     grad_bias += grad.sum(0, dtype=grad_bias.dtype)
         return (
             grad_hidden,
-            grad_weight.to(weight.dtype) if wants_weight else None,
-            grad_bias.to(bias.dtype) if wants_bias else None,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
             None,
             None,
             None,
@@ -223,6 +222,12 @@ class _TiledLosses(torch.autograd.Function):
 
 def _parts(num_tokens: int, tile_tokens: int) -> list[slice]:
     return [slice(i, i + tile_tokens) for i in range(0, num_tokens, tile_tokens)]
+
+
+def layer_dtype(hidden: Tensor) -> torch.dtype:
+    """The type that a linear layer computes in: autocast's where that is on."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_dcp.parallel.deferred_logits import deferring
 from lightning_dcp.parallel.huggingface import pretrained_models
+from lightning_dcp.parallel.huggingface_loss import set_attribute
 from lightning_dcp.parallel.targets import label_entries
 
 __all__ = ["PretrainedModels"]
@@ -64,7 +65,7 @@ class PretrainedModels:
         self._called = False
         with self._losses():
             yield
-        self._shifts = self._called if self._shifts is None else self._shifts or self._called
+        self._shifts = self._shifts or self._called
 
     @contextmanager
     def sharded(self, positions: Tensor, length: int) -> Iterator[None]:
@@ -165,10 +166,10 @@ class PretrainedModels:
         with ExitStack() as stack:
             for model in self.models:
                 if _is_causal_lm(model):
-                    stack.enter_context(_attribute(model, "_loss_function", self._loss_of(model)))
+                    stack.callback(set_attribute(model, "_loss_function", self._loss_of(model)))
             if self.tiled:
                 for layer in self._layers():
-                    stack.enter_context(_attribute(layer, "forward", deferring(layer)))
+                    stack.callback(set_attribute(layer, "forward", deferring(layer)))
             yield
 
     def _loss_of(self, model: Any) -> Callable[..., Any]:
@@ -232,18 +233,3 @@ def _check_window(model: Any, length: int) -> None:
                 f" of a sequence of {length} tokens, which it cannot from slices. Use"
                 " shard='blocks'"
             )
-
-
-@contextmanager
-def _attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """An attribute of the instance, for a while."""
-    missing = object()
-    before = vars(module).get(name, missing)
-    module.__dict__[name] = value
-    try:
-        yield
-    finally:
-        if before is missing:
-            module.__dict__.pop(name, None)
-        else:
-            module.__dict__[name] = before

@@ -41,8 +41,8 @@ class ShardedPass:
     Attributes:
         group: the SP group.
         length: S, true length of the sequence.
-        local_length: n, tokens per rank; never S itself, nor the length of another argument, so
-            that a tensor's length tells what it is.
+        local_length: n, tokens per rank; never S itself, nor, unless ``marked``, the length of
+            another argument, so that a tensor's length tells what it is.
         condition_lengths: lengths of arguments that are whole on every rank (context of
             cross-attention).
         axes: true length -> tokens per rank of each axis that tensors of this pass have been

@@ -92,17 +92,17 @@ class _Ring:
     def travel(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(member, its keys, its values), own first."""
         ring = self.layout.split.ring
+        flat = torch.cat([key.reshape(-1), value.reshape(-1)])
         for step in range(ring):
             coming: tuple[Tensor, Any] | None = None
             if step + 1 < ring:
-                flat = torch.cat([key.reshape(-1), value.reshape(-1)])
                 shapes = [self.shape_of(x, self.source(step + 1)) for x in (key, value)]
                 coming = self.send(flat, sum(shape.numel() for shape in shapes))
             yield self.source(step), key, value
             if coming is not None:
-                received, work = coming
+                flat, work = coming
                 work.wait()
-                parts = torch.split(received, [shape.numel() for shape in shapes])
+                parts = torch.split(flat, [shape.numel() for shape in shapes])
                 key, value = (x.view(s) for x, s in zip(parts, shapes, strict=True))
 
     def shape_of(self, like: Tensor, member: int) -> torch.Size:
@@ -116,16 +116,16 @@ class _Ring:
         for queries in self.layout.spans[self.member]:
             column = 0
             for keys in self.layout.spans[member]:
-                chunk = Chunk(
-                    queries=queries,
-                    keys=keys,
-                    is_causal=spec.is_causal,
-                    scale=scale,
-                    softcap=spec.softcap,
-                    dropout_p=spec.dropout_p,
-                    seed=self.seed,
-                )
-                if not chunk.is_empty:
+                if queries.sees(keys, is_causal=spec.is_causal):
+                    chunk = Chunk(
+                        queries=queries,
+                        keys=keys,
+                        is_causal=spec.is_causal,
+                        scale=scale,
+                        softcap=spec.softcap,
+                        dropout_p=spec.dropout_p,
+                        seed=self.seed,
+                    )
                     yield chunk, slice(row, row + len(queries)), slice(column, column + len(keys))
                 column += len(keys)
             row += len(queries)

@@ -42,13 +42,6 @@ class Chunk:
     seed: int
 
     @property
-    def is_empty(self) -> bool:
-        """Whether no query sees any key."""
-        if self.queries.segment != self.keys.segment:
-            return True
-        return self.is_causal and self.keys.start >= self.queries.stop
-
-    @property
     def is_cut(self) -> bool:
         """Whether the causal mask hides a part."""
         return self.is_causal and self.keys.stop - 1 > self.queries.start

@@ -40,6 +40,10 @@ class Span:
     def __len__(self) -> int:
         return self.stop - self.start
 
+    def sees(self, keys: Span, *, is_causal: bool) -> bool:
+        """Whether any query of this span sees any of ``keys``."""
+        return self.segment == keys.segment and not (is_causal and keys.start >= self.stop)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RingLayout:

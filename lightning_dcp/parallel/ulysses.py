@@ -27,7 +27,7 @@ from lightning_dcp.parallel.region import ShardedPass
 from lightning_dcp.parallel.ring import ring_attention
 from lightning_dcp.parallel.ring_layout import from_ring, ring_layout, to_ring
 
-__all__ = ["attend_over_ranks"]
+__all__ = ["attend_over_ranks", "repeat_heads", "tokens_of_own"]
 
 
 def attend_over_ranks(
@@ -63,7 +63,7 @@ def attend_over_ranks(
             f"{tuple(value.shape)})"
         )
     split = split_heads(num_heads, key.shape[-3], group.size)
-    key, value = (_repeat_heads(tensor, split.ulysses) for tensor in (key, value))
+    key, value = (repeat_heads(tensor, split.ulysses) for tensor in (key, value))
     own = dataclasses.replace(spec, attn_mask=_own_heads(shard, spec.attn_mask, num_heads, split))
     if split.ring > 1:
         return _attend_in_ring(shard, query, key, value, own, split)
@@ -72,10 +72,23 @@ def attend_over_ranks(
     query, key, value = (tensor.narrow(-2, 0, shard.length) for tensor in whole)
     with no_interception():
         out = dot_product_attention(query, key, value, own)
-    padded_length = group.size * shard.local_length
-    if padded_length > shard.length:
-        out = pad_sequence(out, out, out.dim() - 2, padded_length)
-    return sequence_to_heads(out, group)
+    return tokens_of_own(shard, out)
+
+
+def tokens_of_own(shard: ShardedPass, whole: Tensor) -> Tensor:
+    """All tokens of a share of the heads -> this rank's share of the tokens of all heads.
+
+    Args:
+        shard: the pass.
+        whole: (..., H/p, S, D).
+
+    Returns:
+        (..., H, n, D).
+    """
+    padded_length = shard.group.size * shard.local_length
+    return sequence_to_heads(
+        pad_sequence(whole, whole, whole.dim() - 2, padded_length), shard.group
+    )
 
 
 def _attend_in_ring(
@@ -115,7 +128,7 @@ def _broadcast(tensor: Tensor, query: Tensor, enable_gqa: bool) -> Tensor:
     return tensor.expand(*lead, *tensor.shape[-2:])
 
 
-def _repeat_heads(tensor: Tensor, degree: int) -> Tensor:
+def repeat_heads(tensor: Tensor, degree: int) -> Tensor:
     """Keys or values with the heads that the ranks which share heads need."""
     num_kv_heads = tensor.shape[-3]
     if num_kv_heads % degree == 0:

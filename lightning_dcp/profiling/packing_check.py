@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from lightning_dcp.parallel.segments import pack
-from lightning_dcp.profiling.sharding_check import _wake, _without_chance
+from lightning_dcp.profiling.sharding_check import _drop_gradients, _wake, _without_chance
 from lightning_dcp.profiling.trial import RNG_KEY, Gather, Step
 
 __all__ = ["PackingMismatch", "check_packing", "samples_to_check"]
@@ -165,8 +165,3 @@ def _difference(found: _Outputs, wanted: _Outputs, loss_error: float, tolerance:
         if not error <= tolerance:
             return f"the gradient of {name} differs by {error:.1e} (rounding: {tolerance:.0e})"
     return ""
-
-
-def _drop_gradients(module: torch.nn.Module) -> None:
-    for parameter in module.parameters():
-        parameter.grad = None

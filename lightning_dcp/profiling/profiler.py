@@ -194,8 +194,9 @@ def profile_costs(
         topology=topology,
         device=device,
     )
-    with preserve(module):
-        _drop_unfit(user_step, all_lengths, options, gather)
+    if any(stack.stack.optional for stack in runtime.stacks):
+        with preserve(module):
+            _drop_unfit(user_step, all_lengths, options, gather)
     with (
         preserve(module),
         _metered_below(runtime) as meters,

@@ -150,8 +150,7 @@ class Search:
             if seen_lengths(seen, signature.sequence_dim) is not None:
                 return true_sizes(seen, signature.sequence_dim, signature.batch_dim)
             chosen = chosen or true_sizes(seen, signature.sequence_dim, signature.batch_dim)
-        asked = [(trial, ()) for trial in self._succeeded]
-        return chosen or true_sizes(asked, None, None)
+        return chosen or [(trial.batch_size, trial.seq_len) for trial in self._succeeded]
 
     def _check_named(self) -> None:
         """An error for a stack that the user named and no trial called."""

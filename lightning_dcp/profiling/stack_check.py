@@ -135,12 +135,11 @@ def check_stacks(
     ]
     others = [stack for stack in step.runtime.stacks if stack not in suspects]
     # Without the suspects there must be something to share.
-    if not any(stack.exclusion(p) is None for stack in others for p in sp_sizes):
+    is_enough = any(stack.exclusion(p) is None for stack in others for p in sp_sizes)
+    if not suspects or not is_enough:
         return _checked(step, check)
     found, error = _outcome(step, check)
-    if not suspects or (not found and error is None):
-        if error is not None:
-            raise error
+    if not found and error is None:
         return found
     reason = str(error) if error is not None else next(iter(found.values()))
     known = {stack.path: dict(stack.whole_at) for stack in suspects}

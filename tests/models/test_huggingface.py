@@ -25,8 +25,6 @@ from tests.strategies.test_shard_inputs import Llama, pad_as_a_tokenizer
 from tests.strategies.toys import IGNORE, largest_relative_error, pad
 from tests.worlds import World
 
-pytest.importorskip("transformers")
-
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
@@ -104,8 +102,9 @@ def test_a_loss_of_the_users_own(world: World, model_class: Any) -> None:
         hand_planned.train, "dcp_ddp", 4, double=True, model_class=model_class, collate=collate
     )
     for result in results:
-        for got, expected in zip(result["gradients"], wanted.gradients, strict=True):
-            assert largest_relative_error(got, expected) <= 1e-4  # norms are in float32
+        pairs = zip(result["gradients"], wanted.gradients, strict=True)
+        for step, (got, expected) in enumerate(pairs):  # norms are in float32
+            assert largest_relative_error(got, expected) <= 2e-6 * 4**step
 
 
 def test_a_wrong_weight_is_seen(world: World) -> None:

@@ -174,6 +174,12 @@ def test_segments_must_be_the_sequence():
         dot_product_attention(q, k, k, AttentionSpec(segments=PACKED))
 
 
+def test_three_dimensions_are_not_fused():
+    q = torch.empty(4, 5, 8, dtype=torch.bfloat16)
+    choice = choose_kernel(q, q, q, AttentionSpec(), device_type="cuda", installed=ALL)
+    assert choice.name == "torch"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("segments", [None, (60, 1, 68)])

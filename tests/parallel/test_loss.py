@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dcp import linear_cross_entropy
 from lightning_dcp.parallel.deferred_logits import DeferredLogits, deferring
+from tests.parallel.models import relative_error
 
 WORDS = 50
 
@@ -31,7 +32,7 @@ def parameters() -> tuple[Tensor, Tensor]:
 
 def difference(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> float:
     pairs = zip(got, wanted, strict=True)
-    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+    return max(relative_error(a, b) for a, b in pairs)
 
 
 class TestLinearCrossEntropy:
@@ -66,6 +67,16 @@ class TestLinearCrossEntropy:
             )
         )
         assert difference(got, run(usual)) <= 1e-12
+
+    def test_a_frozen_output_layer(self) -> None:
+        _, labels = batch()
+        weight, bias = (p.detach() for p in parameters())
+        hidden = torch.randn(3, 70, 8, dtype=torch.float64, requires_grad=True)
+        loss = linear_cross_entropy(hidden, weight, labels, bias=bias, tile_tokens=32)
+        logits = F.linear(hidden, weight, bias)
+        wanted = F.cross_entropy(logits.transpose(1, 2), labels)
+        got, expected = (torch.autograd.grad(x, hidden) for x in (loss, wanted))
+        assert difference((loss, *got), (wanted, *expected)) <= 1e-12
 
     def test_nothing_to_predict_is_zero_with_gradients_of_zero(self) -> None:
         weight, _ = parameters()

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_dcp.parallel import Topology, ring
 from lightning_dcp.parallel.attention_spec import AttentionSpec
 from lightning_dcp.parallel.collectives import gather_sequence, slice_sequence
-from lightning_dcp.parallel.heads import HeadSplit, heads_reason, split_heads
+from lightning_dcp.parallel.heads import HeadSplit, share_heads, split_heads
 from lightning_dcp.parallel.kernels import dot_product_attention
 from lightning_dcp.parallel.region import ShardedPass, choose_local_length
 from lightning_dcp.parallel.ring_layout import ring_layout
@@ -451,7 +451,7 @@ class TestLayout:
         split = split_heads(*heads, p)
         assert str(split) == expected
         assert split.ulysses * split.ring == p
-        assert heads_reason(*heads, split.ulysses) is None
+        assert share_heads(*heads, split.ulysses)
 
 
 @pytest.mark.gpu

@@ -154,7 +154,7 @@ def test_json_round_trip_and_checks():
         == 9
     )
     for seq_len in (8, 12):
-        with pytest.raises(ValueError, match=r"num_tokens must lie|seq_len of a packed"):
+        with pytest.raises(ValueError, match="seq_len of a packed"):
             MicroBatch(
                 sample_ids=(1, 2), seq_len=seq_len, num_tokens=9, sp_size=2, packed=True, **whole
             )

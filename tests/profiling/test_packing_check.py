@@ -190,6 +190,6 @@ def test_hugging_face_models_pass(name: str) -> None:
 def test_samples_to_check() -> None:
     lengths = [3, 40, 18, 90, 18, 20]
     assert samples_to_check(lengths) == (2, 1)
-    assert samples_to_check([5, 5, 5]) in ((0, 1), (1, 0), (1, 2))
+    assert samples_to_check([5, 5, 5]) == (1, 2)
     assert {lengths[i] for lengths in ([4, 9],) for i in samples_to_check(lengths)} == {4, 9}
     assert {[30, 31][i] for i in samples_to_check([30, 31])} == {30, 31}
