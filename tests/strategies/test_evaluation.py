@@ -431,6 +431,37 @@ def test_validation_inside_fit(world: World, name: str, tmp_path: Path) -> None:
     assert sum(steps) == 2 * 21  # nothing of the sanity check
 
 
+_WITH_GRADIENTS: list[bool] = []  # not of the module, whose attributes are put back
+
+
+class Asked(Fitted):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        _WITH_GRADIENTS.append(torch.is_grad_enabled())
+        super().validation_step(batch, batch_idx, dataloader_idx)
+
+
+def measured_in_fit(rank: int, cache: str) -> list[bool]:
+    _WITH_GRADIENTS.clear()
+    trainer = L.Trainer(
+        strategy=STRATEGIES["dcp_ddp"](
+            profiling=ProfilingOptions(budget_s=1.0, repeats=1, cache_dir=cache)
+        ),
+        devices=4,
+        logger=False,
+        max_steps=1,
+        num_sanity_val_steps=0,
+        **QUIET,
+    )
+    trainer.fit(Asked(), loader(), [loader(), loader(SHORT)])
+    return _WITH_GRADIENTS
+
+
+def test_measured_as_it_runs(world: World, tmp_path: Path) -> None:
+    """Without a sanity check, loaders of validation are prepared where training begins."""
+    for asked in world.run(measured_in_fit, str(tmp_path)):
+        assert asked and not any(asked)
+
+
 def limited(rank: int, loaders: Any, **options: Any) -> list[tuple[float, float]]:
     model = EvalLM()
     trainer = L.Trainer(

@@ -213,6 +213,7 @@ class EvaluationMeasurer:
             self._strategy.whole_parameters(),
             preserve(self._pl_module, parameters=parameters),
             compat.silent_logging(self._trainer, self._pl_module),
+            torch.no_grad(),  # as in evaluation; `fit` without a sanity check comes with gradients
         ):
             self._pl_module.eval()
             yield
