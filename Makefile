@@ -17,13 +17,14 @@ TORCH_CPU_INDEX ?=
 CPU_ONLY        := $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && ! command -v nvidia-smi >/dev/null 2>&1 && echo yes)
 
 # One thread a rank: ranks share the cores, and more threads than cores only wait for each other.
-demo test: export OMP_NUM_THREADS ?= 1
+demo test soak: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test lint format clean
+.PHONY: help demo test soak lint format clean
 
 help:
 	@echo 'make demo    train the example on 4 CPU ranks, or all GPUs (DEMO="--max-steps 20 ..." passes flags)'
 	@echo 'make test    run the tests (TESTS="tests/planning -k name" runs some)'
+	@echo 'make soak    run the tests that take minutes each: thousands of iterations, hundreds of configurations'
 	@echo 'make lint    ruff, mypy, import-linter'
 	@echo 'make format  ruff format and safe fixes'
 	@echo 'make clean   remove the environment and caches'
@@ -36,6 +37,9 @@ test: $(STAMP)
 	@$(BIN)/python -c "from lightning_dcp.strategies.extension_lock import wait_for_build_lock as wait; wait(); \
 	  from deepspeed.comm.torch import build_shm_op as build; build()" > /dev/null
 	$(BIN)/python -m pytest $(PARALLEL) $(TESTS)
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest -m slow $(TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -26,6 +26,7 @@ if not runs_without_torch():  # as `lightning-dcp simulate` and `plan` do
     from lightning_dcp.strategies.deepspeed import DCPStrategy
     from lightning_dcp.strategies.fsdp import DCPFSDPStrategy
     from lightning_dcp.strategies.registration import register_strategies
+    from lightning_dcp.strategies.reliability import ReliabilityOptions
 
     register_strategies()
 
@@ -39,6 +40,7 @@ __all__ = [
     "DCPStrategy",
     "PlanningOptions",
     "ProfilingOptions",
+    "ReliabilityOptions",
     "attention",
     "attention_axis",
     "gather_axis",

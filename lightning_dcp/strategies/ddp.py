@@ -24,6 +24,7 @@ from lightning_dcp.strategies.checkpointing.files import with_frozen_parameters
 from lightning_dcp.strategies.gradients import forward_replaced, num_bytes, zero_for
 from lightning_dcp.strategies.iteration import LossAverage
 from lightning_dcp.strategies.mixin import DCPStrategyMixin
+from lightning_dcp.strategies.reliability import ReliabilityOptions
 from lightning_dcp.strategies.settings import DCPSettings, Shard
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class DCPDDPStrategy(DCPStrategyMixin, DDPStrategy):
             baselines `bucket` and `packed`. Short for `planning.policy`.
         planning: step size, accumulation limits, buckets, SP sizes, memory limit, seed.
         profiling: time budget and cache of the cost profile.
+        reliability: lost ranks, running out of memory, drift, slow ranks.
         blocks: dotted path of the `ModuleList` or `Sequential` that holds the repeated blocks, such
             as `model.layers`, or a list of paths where there are several stacks of them (encoder
             and decoder); by default the longest run of same-class modules, and up to three others
@@ -102,6 +104,7 @@ class DCPDDPStrategy(DCPStrategyMixin, DDPStrategy):
         policy: str | None = None,
         planning: PlanningOptions = PlanningOptions(),
         profiling: ProfilingOptions = ProfilingOptions(),
+        reliability: ReliabilityOptions = ReliabilityOptions(),
         blocks: str | list[str] | None = None,
         sequence_dims: dict[str, int | None] | None = None,
         loss_average: LossAverage = "auto",
@@ -148,6 +151,7 @@ class DCPDDPStrategy(DCPStrategyMixin, DDPStrategy):
             policy=policy,
             planning=planning,
             profiling=profiling,
+            reliability=reliability,
             blocks=blocks,
             sequence_dims=sequence_dims,
             loss_average=loss_average,

@@ -33,6 +33,7 @@ from lightning_dcp.strategies.gradients import num_bytes, zero_for
 from lightning_dcp.strategies.iteration import LossAverage
 from lightning_dcp.strategies.mixin import DCPStrategyMixin
 from lightning_dcp.strategies.process_exit import destroy_groups_at_exit
+from lightning_dcp.strategies.reliability import ReliabilityOptions
 from lightning_dcp.strategies.settings import DCPSettings, Shard
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class DCPStrategy(DCPStrategyMixin, PlainZeroCheckpoints):
             baselines `bucket` and `packed`. Short for `planning.policy`.
         planning: step size, accumulation limits, buckets, SP sizes, memory limit, seed.
         profiling: time budget and cache of the cost profile.
+        reliability: lost ranks, running out of memory, drift, slow ranks.
         blocks: dotted path of the `ModuleList` or `Sequential` that holds the repeated blocks, such
             as `model.layers`, or a list of paths where there are several stacks of them (encoder
             and decoder); by default the longest run of same-class modules, and up to three others
@@ -114,6 +116,7 @@ class DCPStrategy(DCPStrategyMixin, PlainZeroCheckpoints):
         policy: str | None = None,
         planning: PlanningOptions = PlanningOptions(),
         profiling: ProfilingOptions = ProfilingOptions(),
+        reliability: ReliabilityOptions = ReliabilityOptions(),
         blocks: str | list[str] | None = None,
         sequence_dims: dict[str, int | None] | None = None,
         loss_average: LossAverage = "auto",
@@ -151,6 +154,7 @@ class DCPStrategy(DCPStrategyMixin, PlainZeroCheckpoints):
             policy=policy,
             planning=planning,
             profiling=profiling,
+            reliability=reliability,
             blocks=blocks,
             sequence_dims=sequence_dims,
             loss_average=loss_average,

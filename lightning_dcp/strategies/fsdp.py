@@ -21,6 +21,7 @@ from lightning_dcp.strategies.checkpointing.sharded import PlainShardedCheckpoin
 from lightning_dcp.strategies.gradients import num_bytes
 from lightning_dcp.strategies.iteration import LossAverage
 from lightning_dcp.strategies.mixin import DCPStrategyMixin
+from lightning_dcp.strategies.reliability import ReliabilityOptions
 from lightning_dcp.strategies.settings import DCPSettings, Shard
 from lightning_dcp.strategies.sharded_module import ShardedModule, refuse_fsdp1
 
@@ -52,6 +53,7 @@ class DCPFSDPStrategy(DCPStrategyMixin, PlainShardedCheckpoints):
             baselines `bucket` and `packed`. Short for `planning.policy`.
         planning: step size, accumulation limits, buckets, SP sizes, memory limit, seed.
         profiling: time budget and cache of the cost profile.
+        reliability: lost ranks, running out of memory, drift, slow ranks.
         blocks: dotted path of the `ModuleList` or `Sequential` that holds the repeated blocks, such
             as `model.layers`, or a list of paths where there are several stacks of them (encoder
             and decoder); by default the longest run of same-class modules, and up to three others
@@ -100,6 +102,7 @@ class DCPFSDPStrategy(DCPStrategyMixin, PlainShardedCheckpoints):
         policy: str | None = None,
         planning: PlanningOptions = PlanningOptions(),
         profiling: ProfilingOptions = ProfilingOptions(),
+        reliability: ReliabilityOptions = ReliabilityOptions(),
         blocks: str | list[str] | None = None,
         sequence_dims: dict[str, int | None] | None = None,
         loss_average: LossAverage = "auto",
@@ -131,6 +134,7 @@ class DCPFSDPStrategy(DCPStrategyMixin, PlainShardedCheckpoints):
             policy=policy,
             planning=planning,
             profiling=profiling,
+            reliability=reliability,
             blocks=blocks,
             sequence_dims=sequence_dims,
             loss_average=loss_average,

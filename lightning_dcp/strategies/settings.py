@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from lightning_dcp.planning.options import PlanningOptions
 from lightning_dcp.profiling.options import ProfilingOptions
 from lightning_dcp.strategies.iteration import LossAverage
+from lightning_dcp.strategies.reliability import ReliabilityOptions
 
 Shard = Literal["blocks", "inputs"]
 
@@ -27,6 +28,7 @@ class DCPSettings:
     shard: Shard = "blocks"
     input_dims: Mapping[str | int, int | None] | None = None
     tiled_loss: bool | Literal["auto"] = "auto"
+    reliability: ReliabilityOptions = ReliabilityOptions()
 
     def __post_init__(self) -> None:
         _check_types(vars(self))
@@ -72,6 +74,7 @@ class DCPSettings:
         shard: Shard = "blocks",
         input_dims: Mapping[str | int, int | None] | None = None,
         tiled_loss: bool | Literal["auto"] = "auto",
+        reliability: ReliabilityOptions = ReliabilityOptions(),
     ) -> DCPSettings:
         """`policy` and `packing` are short ways to set those of `planning`."""
         _check_kind("packing", packing, bool)
@@ -91,12 +94,14 @@ class DCPSettings:
             shard=shard,
             input_dims=input_dims,
             tiled_loss=tiled_loss,
+            reliability=reliability,
         )
 
 
 def _check_types(values: Mapping[str, object]) -> None:
     """Wrong values are refused here, where the script that gave them is in the traceback."""
     _check_kind("profiling", values["profiling"], ProfilingOptions)
+    _check_kind("reliability", values["reliability"], ReliabilityOptions)
     _check_kind("self_check", values["self_check"], bool)
     _check_kind("ignore_index", values["ignore_index"], int)
     blocks = values["blocks"]

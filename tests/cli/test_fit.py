@@ -217,6 +217,7 @@ def test_every_option_has_a_help_text(
     nested = {
         "planning": lightning_dcp.PlanningOptions,
         "profiling": lightning_dcp.ProfilingOptions,
+        "reliability": lightning_dcp.ReliabilityOptions,
     }
     parameters = inspect.signature(getattr(lightning_dcp, path.partition(".")[2])).parameters
     for name, parameter in parameters.items():

@@ -114,6 +114,7 @@ def test_option_tables_are_complete() -> None:
     for heading, options in (
         ("`PlanningOptions`:", lightning_dcp.PlanningOptions),
         ("`ProfilingOptions`:", lightning_dcp.ProfilingOptions),
+        ("`ReliabilityOptions`:", lightning_dcp.ReliabilityOptions),
     ):
         assert options_in_table(heading) == {field.name for field in dataclasses.fields(options)}
     own = options_in_table("## Options")
@@ -130,13 +131,16 @@ def test_option_tables_are_complete() -> None:
 
 def test_defaults_in_the_tables_are_true() -> None:
     planning, profiling = lightning_dcp.PlanningOptions(), lightning_dcp.ProfilingOptions()
+    reliability = lightning_dcp.ReliabilityOptions()
     for options, names in (
         (planning, ("policy", "max_buckets", "pad_multiple", "on_too_long")),
         (profiling, ("budget_s", "repeats")),
+        (reliability, tuple(vars(reliability))),
     ):
         for name in names:
             default = getattr(options, name)
             shown = f'`"{default}"`' if isinstance(default, str) else f"{default}"
+            shown = f"`{default}`" if isinstance(default, bool) else shown
             assert re.search(rf"^\| `{name}` \| {re.escape(shown)} \|", README, re.MULTILINE), name
 
 
