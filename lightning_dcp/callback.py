@@ -35,6 +35,9 @@ class DCPCallback(Callback):
     - `dcp/padding_share`, `dcp/predicted_idle_share`;
     - `dcp/makespan_s`, `dcp/predicted_makespan_s`, `dcp/wall_s`;
     - `dcp/peak_bytes` (where it can be measured), `dcp/predicted_peak_bytes`;
+    - `dcp/slowest_rank`, `dcp/slowest_rank_factor` (how many times as long as the typical rank it
+      takes for the same work) and `dcp/time_ratio_<lo>_<hi>` of each bucket (measured / predicted
+      seconds at lengths from lo to hi), from the first exchange of what micro-batches took on;
     - `dcp/num_p1`, `dcp/num_p2`, ...: micro-batches at each SP size; `dcp/b_mean`, `dcp/b_max`,
       `dcp/g_mean`, `dcp/g_max`, `dcp/r_mean`, `dcp/r_max`.
 
@@ -139,7 +142,8 @@ def report_scalars(report: IterationReport) -> tuple[dict[str, float], dict[str,
 
     Returns:
         Those for the progress bar and logger, and those for the logger only. Which keys there are
-        depends on the world size only, and on whether memory can be measured.
+        depends on the world size, on whether memory can be measured, and on what is known of
+        buckets and ranks; it is the same on all ranks.
     """
     shown = {"dcp/idle_share": report.idle_share, "dcp/tokens_per_s": report.tokens_per_s}
     others = {
@@ -152,6 +156,11 @@ def report_scalars(report: IterationReport) -> tuple[dict[str, float], dict[str,
     }
     if report.measured_peak_bytes > 0:
         others["dcp/peak_bytes"] = float(report.measured_peak_bytes)
+    if report.slowest_rank is not None and report.slowest_rank_factor is not None:
+        others["dcp/slowest_rank"] = float(report.slowest_rank)
+        others["dcp/slowest_rank_factor"] = report.slowest_rank_factor
+    for (lo, hi), ratio in report.bucket_time_ratios.items():
+        others[f"dcp/time_ratio_{lo}_{hi - 1}"] = ratio
     sp_size = 1
     while sp_size <= report.plan.world_size:
         others[f"dcp/num_p{sp_size}"] = float(report.sp_size_counts.get(sp_size, 0))

@@ -206,6 +206,32 @@ class MedianRatio(ReportMetric):
         return self.ratios[:num].quantile(0.5)
 
 
+class SlowestRank(ReportMetric):
+    """The rank that takes longest for the same work, and how much, as found out last."""
+
+    rank: Tensor
+    factor: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for name in ("rank", "factor"):
+            self._add_state(name, torch.nan)
+
+    @override
+    def update(self, report: IterationReport) -> None:
+        """Add one iteration."""
+        if report.slowest_rank is not None and report.slowest_rank_factor is not None:
+            self.rank.fill_(report.slowest_rank)
+            self.factor.fill_(report.slowest_rank_factor)
+
+    @override
+    def compute(self) -> dict[str, Tensor]:
+        """`slowest_rank` and `slowest_rank_factor`, each () float64; nothing before it is known."""
+        if self.rank.isnan():
+            return {}
+        return {"slowest_rank": self.rank.clone(), "slowest_rank_factor": self.factor.clone()}
+
+
 class ChoiceCounts(ReportMetric):
     """How often each value of p, b, g or r was chosen.
 
@@ -261,7 +287,8 @@ def dcp_metrics(prefix: str = "dcp/") -> MetricCollection:
     Returns:
         A collection whose `compute` gives `idle_share`, `tokens_per_s`, `padding_share`,
         `makespan_s`, `predicted_makespan_s`, `peak_bytes`, `predicted_peak_bytes`, `time_ratio`,
-        `memory_ratio` (measured / predicted) and counts such as `p=2`, `b=16`, `g=3`, `r=0`.
+        `memory_ratio` (measured / predicted), `slowest_rank`, `slowest_rank_factor` and counts such
+        as `p=2`, `b=16`, `g=3`, `r=0`.
     """
     metrics: dict[str, Metric] = {
         "idle_share": IdleShare(),
@@ -271,6 +298,7 @@ def dcp_metrics(prefix: str = "dcp/") -> MetricCollection:
         "peak": PeakBytes(),
         "time_ratio": MedianRatio("time"),
         "memory_ratio": MedianRatio("memory"),
+        "slowest_rank": SlowestRank(),
         **{f"{choice}_counts": ChoiceCounts(cast(Choice, choice)) for choice in "pbgr"},
     }
     # Compute groups would merge metrics whose states happen to be equal after the first update.

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_dcp.planning.planner import EpochPlanner
 
 _MAX_COMPARED_SAMPLES = 50_000
+_SLOW = 1.1
 
 
 def plan_tables(planner: EpochPlanner) -> list[RenderableType]:
@@ -26,19 +27,20 @@ def plan_tables(planner: EpochPlanner) -> list[RenderableType]:
     from rich.text import Text
 
     from lightning_dcp.planning.cost_model import CostModel
+    from lightning_dcp.planning.drift import uncorrected
     from lightning_dcp.profiling.report import held_out_text
 
-    choices = planner.bucket_table()
+    choices, costs = planner.bucket_table(), uncorrected(planner.cost_model)
     num_samples = sum(choice.num_samples for choice in choices)
+    title = f"DCP: {num_samples:,} samples in {len(choices)} buckets, "
+    if planner.of_stream:
+        title += "the first of a stream"
+    else:
+        title += f"{planner.num_iterations:,} iterations per epoch"
     table = Table(
-        title=f"DCP: {num_samples:,} samples in {len(choices)} buckets, "
-        f"{planner.num_iterations:,} iterations per epoch",
+        title=title,
         title_justify="left",
-        caption=(
-            f"Cost model: {held_out_text(planner.cost_model)}"
-            if isinstance(planner.cost_model, CostModel)
-            else None
-        ),
+        caption=(f"Cost model: {held_out_text(costs)}" if isinstance(costs, CostModel) else None),
         caption_justify="left",
     )
     table.add_column("length", justify="right")
@@ -147,6 +149,13 @@ def summary_table(values: dict[str, Any], num_iterations: int) -> RenderableType
     table.add_row("tokens/s", "", format_count(number("tokens_per_s")), "")
     table.add_row("idle share", "", f"{number('idle_share'):.1%}", "")
     table.add_row("padding share", "", f"{number('padding_share'):.1%}", "")
+    if float(values.get("dcp/slowest_rank_factor", 1.0)) >= _SLOW:
+        table.add_row(
+            f"seconds of rank {number('slowest_rank'):.0f}, of a typical rank's",
+            "",
+            f"{number('slowest_rank_factor'):.2f}",
+            "",
+        )
     for choice, label in (
         ("p", "SP size p"),
         ("b", "samples of a micro-batch b"),

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import yaml  # type: ignore[import-untyped,unused-ignore]
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
@@ -32,6 +32,8 @@ __all__ = ["Mistake", "TrainingCLI", "run_training"]
 
 _CALLBACK = {"class_path": "lightning_dcp.DCPCallback"}
 _STRATEGY = {"class_path": "lightning_dcp.DCPStrategy"}
+#: Classes of options inside a strategy's, each with one of them.
+_GROUPS = {"planning": "policy", "profiling": "budget_s", "reliability": "rank_timeout_s"}
 _LIBRARIES = ("lightning_dcp", "lightning", "jsonargparse")
 
 
@@ -94,6 +96,7 @@ class TrainingCLI(LightningCLI):
         try:
             self.config = parser.parse_args(args)
             self._resolve_strategy()
+            self._check_groups()
             self._add_callback()
         except (argparse.ArgumentError, argparse.ArgumentTypeError) as error:
             raise Mistake(training_mistake(str(error), options_of=_options_of)) from error
@@ -126,6 +129,17 @@ class TrainingCLI(LightningCLI):
                 + f" Ours are {', '.join(_ours())}; a class is given by its path, such as"
                 " lightning_dcp.DCPStrategy."
             ) from error
+
+    def _check_groups(self) -> None:
+        """The parser lets a list or number pass where a class of options is asked for."""
+        init_args = getattr(self._trainer_config().strategy, "init_args", None) or {}
+        for name in _GROUPS:
+            value = init_args.get(name)
+            if value is not None and not isinstance(value, Namespace | dict):
+                raise Mistake(
+                    f"--trainer.strategy.{name}: expected the options by name, such as"
+                    f" --trainer.strategy.{name}.{_GROUPS[name]}; got {value}."
+                )
 
     def _add_callback(self) -> None:
         trainer = self._trainer_config()

@@ -19,12 +19,14 @@ class PlanKey(NamedTuple):
             that has nothing to run in this iteration.
         rng_keys: What random numbers are keyed by while a micro-batch is read and collated; alike
             on all ranks that run it. Empty where they are not managed.
+        version: How often the plans were replaced before it was made.
     """
 
     epoch: int
     iteration: int
     sample_ids: tuple[tuple[int, ...], ...]
     rng_keys: tuple[tuple[int, ...], ...] = ()
+    version: int = 0
 
 
 class IterationSamples(NamedTuple):
@@ -35,12 +37,14 @@ class IterationSamples(NamedTuple):
         iteration: Index of the iteration within the epoch.
         samples: One list of samples per micro-batch.
         rng_keys: As in `PlanKey`.
+        version: As in `PlanKey`.
     """
 
     epoch: int
     iteration: int
     samples: list[list[Any]]
     rng_keys: tuple[tuple[int, ...], ...] = ()
+    version: int = 0
 
 
 class IterationBatch(NamedTuple):
@@ -53,8 +57,11 @@ class IterationBatch(NamedTuple):
             plan it was made for.
         micro_batches: What the user's collate function made of each micro-batch, in plan order; a
             `PackedBatch` where samples are packed. Empty for a rank that has nothing to run.
+        version: As in `PlanKey`: another than the sampler's means plans that are not followed any
+            more.
     """
 
     epoch: int
     iteration: int
     micro_batches: list[Any]
+    version: int = 0

@@ -47,6 +47,44 @@ class DCPDataModuleMixin:
         del dataset
         return NotImplemented  # type: ignore[no-any-return]
 
+    def shard_stream(self, dataset: Any, num_shards: int, index: int) -> Any:
+        """This rank's part of an iterable-style data set.
+
+        By default data sets that offer it shard themselves (Hugging Face streaming, WebDataset with
+        `split_by_node`, a `shard(num_shards, index)` method); of others rank `index` takes every
+        `num_shards`-th sample, for which each rank reads everything. Override it where the data set
+        shards itself by rank in another way, or can read a part without reading the rest::
+
+            def shard_stream(self, dataset, num_shards, index):
+                return Files(dataset.files[index::num_shards])
+
+        Args:
+            dataset: The train loader's data set.
+            num_shards: Number of ranks.
+            index: This rank, from 0.
+
+        Returns:
+            The data set that this rank reads; `dataset` itself where it has only this rank's
+            samples already. Together the ranks must read each sample once.
+        """
+        del dataset, num_shards, index
+        return NotImplemented
+
+    def sample_length(self, sample: Any) -> int:
+        """Length in tokens of one sample of an iterable-style data set.
+
+        By default it is the sample's entry "length", "seq_len" or "num_tokens", or told from its
+        form. An override runs in the main process, on a copy of the sample.
+
+        Args:
+            sample: What the data set gave.
+
+        Returns:
+            A positive int; as in `sequence_lengths`.
+        """
+        del sample
+        return NotImplemented  # type: ignore[no-any-return]
+
     def profile_batch(self, batch_size: int, seq_len: int) -> Any:
         """A batch for the cost profile, instead of one collated from real samples.
 

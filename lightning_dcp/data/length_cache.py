@@ -27,6 +27,8 @@ IntArray = npt.NDArray[np.int64]
 
 _FORMAT = 1
 _NUM_PROBES = 32
+#: For another process to count, which may take long.
+_LOCK_TIMEOUT_S = 600.0
 
 
 def default_cache_dir() -> Path:
@@ -62,15 +64,16 @@ class LengthCache:
         """Keep other processes from counting the same lengths at the same time.
 
         Where no lock can be had, in a read-only directory for one, there is none: the work is then
-        done twice, with the same result.
+        done twice, with the same result. Nor is a process waited for that has stopped: the system
+        lets go only of the locks of those that have ended.
         """
         from filelock import FileLock
 
         lock = FileLock(self.path(fingerprint).with_suffix(".lock"))
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
-        except OSError as error:
+            lock.acquire(timeout=_LOCK_TIMEOUT_S)
+        except (OSError, NotImplementedError) as error:  # too late; no locks on this file system
             _log.warning("Lengths cannot be cached in %s: %s.", self.directory, error)
         try:
             yield
@@ -119,6 +122,8 @@ class LengthCache:
         path = self.path(fingerprint)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            for left in path.parent.glob(f"{path.stem}*.tmp"):  # of processes that were killed
+                left.unlink(missing_ok=True)
             _replace(path, _encode(fingerprint, lengths))
         except OSError as error:
             _log.warning("Lengths could not be stored in %s: %s.", path, error)
@@ -155,10 +160,13 @@ def _decode(data: bytes, fingerprint: str, num_samples: int) -> IntArray:
         expected = {"format": _FORMAT, "fingerprint": fingerprint, "num_samples": num_samples}
         found = {name: header[name] for name in expected}
         checksum = header["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError("its header is damaged") from error
     if found != expected:
         raise ValueError("it belongs to other data")
     if hashlib.sha256(payload).hexdigest() != checksum or len(payload) != 8 * num_samples:
         raise ValueError("its checksum is wrong")
-    return np.frombuffer(payload, dtype="<i8").astype(np.int64)
+    lengths = np.frombuffer(payload, dtype="<i8").astype(np.int64)
+    if np.any(lengths < 0):
+        raise ValueError("it has negative lengths")
+    return lengths

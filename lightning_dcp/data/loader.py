@@ -37,7 +37,9 @@ from lightning_dcp.data.batch import IterationBatch, IterationSamples, PlanKey
 from lightning_dcp.data.packing import PackingCollate
 from lightning_dcp.data.sampler import Planner, PlanSampler
 from lightning_dcp.data.samples import fetch_samples, truncate_sample
+from lightning_dcp.data.workers import obey_own_rank_only
 from lightning_dcp.parallel import rng
+from lightning_dcp.profiling.preserve import preserve
 
 Collate = Callable[[list[Any]], Any]
 Truncate = Callable[[Any, int], Any]
@@ -178,12 +180,23 @@ class PlanDataset(Dataset[IterationSamples]):
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, PlanKey):  # code of the user's, which looks at `loader.dataset`
             return self._dataset[key]
+        obey_own_rank_only()
         samples = []
         for index, ids in enumerate(key.sample_ids):
             with drawing_alike(key.rng_keys, index, 0):
                 read = zip(ids, self._read(ids), strict=True)
                 samples.append([self._cut(i, sample) for i, sample in read])
-        return IterationSamples(key.epoch, key.iteration, samples, key.rng_keys)
+        return IterationSamples(key.epoch, key.iteration, samples, key.rng_keys, key.version)
+
+    def check_cut(self) -> None:
+        """Cut one of the samples that have to be, for nothing but the error where that fails.
+
+        In training it would be raised when a worker of one rank comes to such a sample.
+        """
+        if self._to_cut:
+            first = min(self._to_cut)
+            with preserve(torch.nn.Module()):  # reading may draw random numbers
+                self._cut(first, self._read((first,))[0])
 
     def _read(self, sample_ids: tuple[int, ...]) -> list[Any]:
         return fetch_samples(self._dataset, sample_ids)
@@ -242,7 +255,7 @@ class PlanCollate:
         for index, micro_batch in enumerate(samples.samples):
             with drawing_alike(samples.rng_keys, index, 1):
                 micro_batches.append(self.collate(micro_batch))
-        return IterationBatch(samples.epoch, samples.iteration, micro_batches)
+        return IterationBatch(samples.epoch, samples.iteration, micro_batches, samples.version)
 
 
 def build_plan_loader(
@@ -291,6 +304,7 @@ def build_plan_loader(
     if max_length is None:
         truncate = None  # a method of the user's module, which need not go to workers
     dataset = PlanDataset(spec.dataset, truncate, max_length, to_cut)
+    dataset.check_cut()
     sampler = PlanSampler(planner, rank=rank, world_size=world_size, epoch=epoch)
     loader = remake_loader(dataloader, dataset, sampler, PlanCollate(packing or spec.collate_fn))
     # Methods of a loader that can resume, as Lightning looks for them, else it warns. They do

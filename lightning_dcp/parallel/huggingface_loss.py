@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_dcp.parallel.targets import label_entries
 
-__all__ = ["OwnLosses", "set_attribute"]
+__all__ = ["OwnLosses", "set_attribute", "shifts_labels"]
 
 _CAUSAL = "ForCausalLMLoss"
 
@@ -36,7 +36,7 @@ class OwnLosses:
         self._counts: list[Tensor] = []
         self._restore: list[Callable[[], object]] = []
         for model in models:
-            if "loss_function" in _names_in_forward(model):
+            if shifts_labels(model):
                 self._watch(model)
         self._shifts = bool(self._restore)
         self._labels_are_tokens = self._shifts
@@ -88,8 +88,6 @@ class OwnLosses:
 
     def _watch(self, model: Any) -> None:
         original = model.loss_function
-        if getattr(original, "__name__", "") != _CAUSAL:
-            return
 
         def tell(labels: Tensor | None, **kwargs: Any) -> None:
             if kwargs.get("num_items_in_batch") is not None:
@@ -125,7 +123,13 @@ def set_attribute(owner: Any, name: str, value: object) -> Callable[[], object]:
     return functools.partial(vars(owner).__setitem__, name, before)
 
 
-def _names_in_forward(model: Any) -> tuple[str, ...]:
-    """Attributes that the model's ``forward`` uses."""
+def shifts_labels(model: Any) -> bool:
+    """Whether a model of the library has a loss of its own that shifts labels.
+
+    By the loss that it calls, not by its ``loss_type``: that is None for models that are named
+    otherwise, such as ``GPT2LMHeadModel``, which fall back to the causal loss.
+    """
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    return () if code is None else code.co_names
+    if code is None or "loss_function" not in code.co_names:
+        return False
+    return getattr(model.loss_function, "__name__", "") == _CAUSAL

@@ -9,6 +9,7 @@ transformers is not imported: a model of it can only be there if the user did.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_dcp.parallel.deferred_logits import deferring
 from lightning_dcp.parallel.huggingface import pretrained_models
-from lightning_dcp.parallel.huggingface_loss import set_attribute
+from lightning_dcp.parallel.huggingface_loss import set_attribute, shifts_labels
 from lightning_dcp.parallel.targets import label_entries
 
 __all__ = ["PretrainedModels"]
@@ -175,6 +176,7 @@ class PretrainedModels:
     def _loss_of(self, model: Any) -> Callable[..., Any]:
         original = model.loss_function
 
+        @functools.wraps(original)
         def loss(logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
             self._called = True
             if self._is_sharded and kwargs.get("shift_labels") is None:
@@ -217,9 +219,7 @@ def _outermost(module: nn.Module) -> list[Any]:
 
 
 def _is_causal_lm(model: Any) -> bool:
-    return getattr(model, "loss_type", None) == "ForCausalLM" and bool(
-        getattr(model.config, "is_causal", True)
-    )
+    return shifts_labels(model) and bool(getattr(model.config, "is_causal", True))
 
 
 def _check_window(model: Any, length: int) -> None:

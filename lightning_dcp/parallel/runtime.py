@@ -270,8 +270,8 @@ class BlockRuntime:
                 each stack, stack after stack in ``recompute_order``.
             rng_key: seeds all random numbers; must be the same on the ranks of the group and differ
                 between micro-batches. Afterwards random states are as before.
-            active_blocks: run only so many blocks of each stack (at most all), the others return
-                their input (profiling).
+            active_blocks: run only so many blocks of each stack (at most all; more where the
+                first ones are frozen), the others return their input (profiling).
             observe: record the blocks' shapes and attention calls (on a group of one).
 
         Raises:
@@ -372,7 +372,7 @@ class BlockRuntime:
                 region,
                 stack.sharder(region) if is_sharded else None,
                 r,
-                min(active_blocks, len(stack)),
+                stack.num_active(active_blocks),
                 trace,
             )
             for stack, is_sharded, r in zip(self._stacks, sharded, recomputed, strict=True)

@@ -112,6 +112,17 @@ class StackRuntime:
         """Dotted name of the stack."""
         return self.stack.path
 
+    def num_active(self, wanted: int) -> int:
+        """How many blocks run where ``wanted`` are to: so many that one of them trains, if any.
+
+        Costs are measured on the last of them. Where the first blocks are frozen, and all before
+        them, a backward pass ends at the first that trains.
+        """
+        for index, block in enumerate(self.stack.blocks):
+            if any(parameter.requires_grad for parameter in block.parameters()):
+                return min(max(wanted, index + 1), len(self.stack))
+        return min(wanted, len(self.stack))
+
     # ------------------------------------------------------------------ attaching
 
     @property

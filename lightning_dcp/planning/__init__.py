@@ -5,6 +5,7 @@ The pipeline, each stage a module::
     lengths      checked integers, one per sample
     buckets      length intervals that share a configuration
     cost_model   seconds and bytes of a micro-batch, fitted to measured points
+    drift        costs corrected by what micro-batches really took
     candidates   (b, p, r) per bucket within memory, and why others are left out
     search       the configuration of each bucket
     schedule     who runs which samples in which iteration (accumulation: how often)
@@ -23,6 +24,7 @@ from lightning_dcp.planning.cost_model import (
     fit_cost_model,
 )
 from lightning_dcp.planning.costs import Costs
+from lightning_dcp.planning.drift import CorrectedCosts, Corrections
 from lightning_dcp.planning.epoch import EpochPlan
 from lightning_dcp.planning.lengths import as_lengths
 from lightning_dcp.planning.options import POLICIES, PlanningOptions
@@ -37,6 +39,8 @@ __all__ = [
     "BucketChoice",
     "Buckets",
     "Candidate",
+    "CorrectedCosts",
+    "Corrections",
     "CostModel",
     "Costs",
     "EpochPlan",

@@ -50,6 +50,7 @@ class EpochPlan(Sequence[Plan]):
         recompute: int | None,
         first_iteration: int = 0,
         packing: bool = False,
+        place_speed: FloatArray | None = None,
     ) -> None:
         self.epoch = epoch
         self.first_iteration = first_iteration
@@ -67,6 +68,7 @@ class EpochPlan(Sequence[Plan]):
         lengths = lengths[places]
         multiple = np.lcm(self.sp_sizes, pad_multiple)
         sums = PackedSums.of(lengths, self.batch_sizes, self.sp_sizes)
+        self._sums = sums if packing else None
         self.num_tokens_of: IntArray = sums.tokens
         tokens = sums.tokens if packing else sums.longest
         self.seq_lens: IntArray = -(-tokens // multiple) * multiple
@@ -82,6 +84,9 @@ class EpochPlan(Sequence[Plan]):
         assert (r >= 0).all(), "a micro-batch was planned that does not fit"
         self.recompute_blocks: IntArray = r
         self.time_s: FloatArray = seconds
+        slowest = self._slowest_of_groups(place_speed)
+        if slowest is not None:
+            self.time_s = seconds * slowest
         self.memory_bytes: IntArray = num_bytes
         assert (self.memory_bytes <= limit_bytes).all(), "a micro-batch is over the memory limit"
 
@@ -131,17 +136,46 @@ class EpochPlan(Sequence[Plan]):
         """Dataset indices of the samples of the first ``stop`` plans."""
         return self._ids[: int(self._sample_offsets[self.offsets[stop]])]
 
+    def _slowest_of_groups(self, place_speed: FloatArray | None) -> FloatArray | None:
+        """(M,) factor of the slowest member; None where all ranks are alike."""
+        if place_speed is None:
+            return None
+        found = place_speed[self.first_ranks]
+        for p in np.unique(self.sp_sizes).tolist():
+            rows = np.flatnonzero(self.sp_sizes == p)
+            for offset in range(1, p):
+                found[rows] = np.maximum(found[rows], place_speed[self.first_ranks[rows] + offset])
+        return found
+
+    def makespan_by(self, costs: Costs, place_speed: FloatArray | None = None) -> FloatArray:
+        """(N,) seconds per iteration that other costs predict for these plans as they are.
+
+        Args:
+            costs: Predict seconds.
+            place_speed: (W,) seconds at each place relative to the typical one; None: all alike.
+        """
+        r = self.recompute_blocks
+        if self._sums is not None:
+            time_s = PackedCosts(costs, 0, None).seconds(self._sums, r)
+        else:
+            time_s = costs.time_s(self.batch_sizes, self.seq_lens, self.sp_sizes, r)
+        slowest = self._slowest_of_groups(place_speed)
+        if slowest is not None:
+            time_s = time_s * slowest
+        return np.asarray(self._busy(time_s).max(axis=1))
+
     @cached_property
     def busy_s(self) -> FloatArray:
         """(N, W) predicted seconds of work per iteration and rank."""
+        return self._busy(self.time_s)
+
+    def _busy(self, time_s: FloatArray) -> FloatArray:
         busy = np.zeros((len(self), self.world_size))
         iteration = np.repeat(np.arange(len(self)), np.diff(self.offsets))
         for p in np.unique(self.sp_sizes).tolist():
             rows = np.flatnonzero(self.sp_sizes == p)
             for offset in range(p):
-                np.add.at(
-                    busy, (iteration[rows], self.first_ranks[rows] + offset), self.time_s[rows]
-                )
+                np.add.at(busy, (iteration[rows], self.first_ranks[rows] + offset), time_s[rows])
         return busy
 
     @cached_property

@@ -31,6 +31,7 @@ from lightning_dcp.planning.evaluation_memory import (
 )
 from lightning_dcp.planning.evaluation_rounds import Round, balanced_runs, greedy_runs
 from lightning_dcp.planning.feasible import format_bytes
+from lightning_dcp.planning.layout import Layout
 from lightning_dcp.planning.lengths import IntArray
 from lightning_dcp.planning.plan import MicroBatch, Plan
 
@@ -97,6 +98,7 @@ class EvaluationPlanner:
             (prediction). Else samples of a window are put together by length.
         on_too_long: What becomes of a sample that fits nowhere: "error", "skip" or "truncate".
         dataset_name: For messages.
+        layout: Which ranks stand side by side; default: a single node.
 
     Raises:
         ValueError: A sample fits nowhere, or ranks are left over that can run nothing.
@@ -115,9 +117,11 @@ class EvaluationPlanner:
         in_order: bool = False,
         on_too_long: str = "error",
         dataset_name: str = "the dataset",
+        layout: Layout | None = None,
     ) -> None:
         self.batch_size = batch_size
         self.world_size = world_size
+        self._layout = Layout.plain(world_size) if layout is None else layout
         self._memory = memory
         self._limit_bytes = limit_bytes
         self._pad_multiple = pad_multiple
@@ -171,6 +175,7 @@ class EvaluationPlanner:
             {
                 "lengths": hashlib.sha256(self.lengths.tobytes()).hexdigest(),
                 "options": [self.batch_size, self.world_size, self._limit_bytes],
+                "layout": str(self._layout),
                 "more": [self._pad_multiple, self._max_batch_size, self._in_order],
                 "fixed": None if self._memory is None else self._memory.fixed_bytes,
                 "coefficients": sorted(coefficients.items()),
@@ -258,9 +263,9 @@ class EvaluationPlanner:
         pieces = self._consecutive(ids) if self._in_order else self._wide(ids)
         rounds: list[Round] = []
         for piece, p in sorted(pieces, key=lambda item: -item[1]):  # stable: the order is kept
-            found = next((r for r in rounds if r.free >= p), None)
+            found = next((r for r in rounds if r.has_room(p)), None)
             if found is None:
-                found = Round(self.world_size)
+                found = Round(self._layout)
                 rounds.append(found)
             found.place(piece, p)
         if not self._in_order:
@@ -300,7 +305,7 @@ class EvaluationPlanner:
         padded = [self._padded(int(self.lengths[i]), 1) for i in own]
         least = len(greedy_runs(padded, _MANY, partial(self._most, sp_size=1)))
         while sum(r.free for r in rounds) < least:
-            rounds.append(Round(self.world_size))
+            rounds.append(Round(self._layout))
         slots = sum(r.free for r in rounds)
         chunks = balanced_runs(padded, slots, partial(self._most, sp_size=1))
         # Dear ones together: a Trainer batch takes as long as its dearest.

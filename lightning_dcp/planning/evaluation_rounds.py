@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from lightning_dcp.planning.layout import Layout
+
 __all__ = ["Round", "balanced_runs", "greedy_runs"]
 
 
@@ -14,14 +16,18 @@ class Round:
     taken is a multiple of the size that comes next.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.free = world_size
-        self._world_size = world_size
+    def __init__(self, layout: Layout) -> None:
+        self.free = layout.world_size
+        self._layout = layout
         self.placed: list[tuple[list[int], int, int]] = []
+
+    def has_room(self, sp_size: int) -> bool:
+        """Whether the next free ranks are a block of this size."""
+        return self._layout.world_size - self.free + sp_size <= self._layout.stop(sp_size)
 
     def place(self, ids: list[int], sp_size: int) -> None:
         """Put a piece onto the next free ranks."""
-        self.placed.append((ids, self._world_size - self.free, sp_size))
+        self.placed.append((ids, self._layout.world_size - self.free, sp_size))
         self.free -= sp_size
 
 

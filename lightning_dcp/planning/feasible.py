@@ -108,6 +108,8 @@ class Feasible:
             f"{too_long.size} sample(s) are too long; the longest length that fits is "
             f"{longest_fitting}. "
         )
+        if self.options.pad_multiple > int(lengths[worst]):
+            what += f"All are padded to pad_multiple={self.options.pad_multiple} tokens. "
         if self.options.on_too_long == "error" or longest_fitting < 1:
             raise ValueError(
                 what

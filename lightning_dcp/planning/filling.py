@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightning_dcp.planning.cost_grid import CostGrid
+from lightning_dcp.planning.fitting import FloatArray
 from lightning_dcp.planning.lengths import IntArray
 from lightning_dcp.planning.micro_batches import MicroBatches
 
@@ -29,12 +30,21 @@ class Filler:
         grid: Costs.
         world_size: Ranks W.
         max_steps: Gmax; None: no limit.
+        speed: (W,) seconds at each place relative to the typical one; None: all alike.
     """
 
-    def __init__(self, grid: CostGrid, world_size: int, max_steps: int | None) -> None:
+    def __init__(
+        self,
+        grid: CostGrid,
+        world_size: int,
+        max_steps: int | None,
+        speed: FloatArray | None = None,
+    ) -> None:
         self.grid = grid
         self.world_size = world_size
         self.max_steps = max_steps
+        self._speed = speed
+        self._factor: list[float] = [1.0] * world_size if speed is None else speed.tolist()
         self._inflation = 1.0  # rank-seconds as placed / cheapest rank-seconds, lately
 
     def fill_all(
@@ -56,7 +66,7 @@ class Filler:
             cap_s: Seconds of a micro-batch at most, where that leaves fixed costs small.
             out: Where the micro-batches go.
         """
-        level = max(level_of(free, fluid * self._inflation), max(free))
+        level = max(level_of(free, fluid * self._inflation, self._speed), max(free))
         gs = g.tolist()
         each = self.grid.per_sample[1]
         work = np.concatenate([[0.0], np.cumsum(self.grid.per_sample_s[1][g])]).tolist()
@@ -65,7 +75,7 @@ class Filler:
         if level < _TIGHT * fixed_s:
             cap_s = math.inf
             level = self._tight_level(gs, work, free, level)
-        busy_before = sum(free)
+        busy_before = self._work(free)
         starts, counts, ranks, left = self._fill(gs, work, free, level, cap_s)
         out.samples.extend([places[i : i + n] for i, n in zip(starts, counts, strict=True)])
         out.count.extend(counts)
@@ -73,9 +83,15 @@ class Filler:
         out.sp_size.extend([1] * len(counts))
         if left:
             self._level_rest([gs[i] for i in left], places[left], free, out)
-        placed = sum(free) - busy_before
+        placed = self._work(free) - busy_before
         if fluid > 0:
             self._inflation += 0.2 * (min(max(placed / fluid, 1.0), 1.5) - self._inflation)
+
+    def _work(self, free: list[float]) -> float:
+        """Rank-seconds of typical ranks until each is free."""
+        if self._speed is None:
+            return sum(free)
+        return sum(busy / factor for busy, factor in zip(free, self._factor, strict=True))
 
     def _tight_level(
         self, gs: list[int], work: list[float], free: list[float], low: float
@@ -122,7 +138,10 @@ class Filler:
         """
         rows, batches = self.grid.rows[1], self.grid.batches
         each, useful, most_steps = self.grid.per_sample[1], self.grid.useful[1], self.max_steps
-        heap = [(busy - level, rank) for rank, busy in enumerate(free) if busy < level]
+        factor = self._factor  # gaps are in the seconds of a typical rank
+        heap = [
+            ((busy - level) / factor[rank], rank) for rank, busy in enumerate(free) if busy < level
+        ]
         heapq.heapify(heap)
         replace, more = heapq.heapreplace, 1 + _EPS
         starts: list[int] = []
@@ -159,7 +178,7 @@ class Filler:
             starts.append(i)
             counts.append(count)
             ranks.append(rank)
-            free[rank] += seconds
+            free[rank] += seconds * factor[rank]
             i += count
             replace(heap, (minus_gap + seconds, rank))
         late.extend(range(i, end))
@@ -172,16 +191,18 @@ class Filler:
         rows, batches = self.grid.rows[1], self.grid.batches
         rank_s = self.grid.choice().rank_s
         each = sum(rank_s[gs].tolist()) / self.world_size * (1 + _EPS)
-        heap = [(busy, rank) for rank, busy in enumerate(free)]
+        # By when it would have run another one, if ranks are not alike.
+        late = [(factor - 1.0) * each for factor in self._factor]
+        heap = [(busy + late[rank], rank) for rank, busy in enumerate(free)]
         heapq.heapify(heap)
         i, end = 0, len(gs)
         while i < end:
-            busy, rank = heap[0]
+            _, rank = heap[0]
             row = rows[gs[i]]
             count = min(batches[max(bisect_right(row, each), 1) - 1], end - i)
-            free[rank] = busy + self.grid.seconds(row, count)
+            free[rank] += self.grid.seconds(row, count) * self._factor[rank]
             out.add(places[i : i + count], 1, rank)
-            heapq.heapreplace(heap, (free[rank], rank))
+            heapq.heapreplace(heap, (free[rank] + late[rank], rank))
             i += count
 
     def fill_gaps(
@@ -192,7 +213,10 @@ class Filler:
             return
         rows, batches = self.grid.rows[1], self.grid.batches
         least = _LEAST_GAP * end
-        gaps = sorted(((end - busy, rank) for rank, busy in enumerate(free)), reverse=True)
+        factor = self._factor
+        gaps = sorted(
+            (((end - busy) / factor[rank], rank) for rank, busy in enumerate(free)), reverse=True
+        )
         order = np.argsort(-optional, kind="stable")
         gs = optional[order].tolist()
         i, stop = 0, len(gs)
@@ -208,14 +232,25 @@ class Filler:
                 count = min(batches[bisect_right(row, gap) - 1], stop - i)
                 out.add(order[i : i + count] + offset, 1, rank)
                 seconds = self.grid.seconds(row, count)
-                free[rank] += seconds
+                free[rank] += seconds * factor[rank]
                 gap -= seconds
                 i += count
 
 
-def level_of(free: Sequence[float], area: float) -> float:
-    """Time at which all ranks end if ``area`` rank-seconds flow to where it is lowest."""
+def level_of(free: Sequence[float], area: float, speed: FloatArray | None = None) -> float:
+    """Time at which all ranks end if ``area`` rank-seconds flow to where it is lowest.
+
+    Args:
+        free: (W,) when each is free.
+        area: Seconds of typical ranks.
+        speed: (W,) seconds of each relative to a typical one; None: all alike.
+    """
     height = np.sort(np.asarray(free))
+    if speed is not None:
+        order = np.argsort(np.asarray(free), kind="stable")
+        share = 1 / speed[order]
+        levels = (np.cumsum(height * share) + area) / np.cumsum(share)
+        return float(levels[np.argmax(levels <= np.append(height[1:], np.inf))])
     n = np.arange(1, len(height) + 1)
     # With the n lowest ranks filled up to level, area = n level - sum of them.
     levels = (np.cumsum(height) + area) / n

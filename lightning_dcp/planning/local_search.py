@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_dcp.planning.cost_grid import CostGrid
+from lightning_dcp.planning.fitting import FloatArray
+from lightning_dcp.planning.layout import Layout
 from lightning_dcp.planning.nesting import Task, place
 
 __all__ = ["Group", "improve"]
@@ -39,7 +41,11 @@ class Group:
 
 
 def improve(
-    groups: Sequence[Group], g: Sequence[int], grid: CostGrid, world_size: int
+    groups: Sequence[Group],
+    g: Sequence[int],
+    grid: CostGrid,
+    layout: Layout,
+    speed: FloatArray | None = None,
 ) -> tuple[list[Group], float]:
     """The best schedule found from several starts, and when it ends.
 
@@ -47,20 +53,21 @@ def improve(
         groups: A schedule.
         g: Grid index of each sample.
         grid: Costs.
-        world_size: Ranks W.
+        layout: The blocks of ranks.
+        speed: (W,) seconds at each place relative to the typical one; None: all alike.
     """
-    sizes = [p for p in grid.sp_sizes if p <= world_size]
+    sizes = [p for p in grid.sp_sizes if layout.blocks(p)]
     starts = [list(groups)]
     for p in sizes:
         starts.append([Group((i,), p) for i in range(len(g))])
     by_length = sorted(range(len(g)), key=lambda i: -g[i])
     for p in sizes:
-        num = min(world_size // p, len(g))
+        num = min(len(layout.blocks(p)), len(g))
         starts.append([Group(tuple(by_length[i::num]), p) for i in range(num)])
     best, best_value = list(groups), (math.inf, math.inf)
     tries = [_MOST_TRIES]
     for start in starts:
-        found, value = _descend(start, g, grid, world_size, sizes, tries)
+        found, value = _descend(start, g, grid, layout, speed, sizes, tries)
         if value < best_value:
             best, best_value = found, value
     return best, best_value[0]
@@ -70,28 +77,35 @@ def improve(
 _Value = tuple[float, float]
 
 
-def _value(groups: list[Group], g: Sequence[int], grid: CostGrid, world_size: int) -> _Value:
+def _value(
+    groups: list[Group],
+    g: Sequence[int],
+    grid: CostGrid,
+    layout: Layout,
+    speed: FloatArray | None,
+) -> _Value:
     tasks = sorted(group.task(i, g, grid) for i, group in enumerate(groups))
     area = sum(task[0] * task[1] for task in tasks)
     if math.isinf(area):
         return math.inf, math.inf
-    return place(tasks, 0.0, world_size)[0][-1][0], area
+    return place(tasks, 0.0, layout, speed)[0][-1][0], area
 
 
 def _descend(
     groups: list[Group],
     g: Sequence[int],
     grid: CostGrid,
-    world_size: int,
+    layout: Layout,
+    speed: FloatArray | None,
     sizes: Sequence[int],
     tries: list[int],
 ) -> tuple[list[Group], _Value]:
-    value = _value(groups, g, grid, world_size)
+    value = _value(groups, g, grid, layout, speed)
     while tries[0] > 0:
         best, best_value = groups, value
         for other in _neighbours(groups, sizes):
             tries[0] -= 1
-            other_value = _value(other, g, grid, world_size)
+            other_value = _value(other, g, grid, layout, speed)
             if other_value < best_value:
                 best, best_value = other, other_value
         if best_value >= value:

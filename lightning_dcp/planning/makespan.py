@@ -26,6 +26,8 @@ import numpy as np
 
 from lightning_dcp.planning.cost_grid import CostGrid
 from lightning_dcp.planning.filling import AMORTISED, Filler, level_of
+from lightning_dcp.planning.fitting import FloatArray
+from lightning_dcp.planning.layout import Layout
 from lightning_dcp.planning.lengths import IntArray
 from lightning_dcp.planning.local_search import Group, improve
 from lightning_dcp.planning.micro_batches import MicroBatches
@@ -66,6 +68,8 @@ class StepScheduler:
         share: Micro-batches of short samples take about this share of the step.
         min_steps: Gmin.
         max_steps: Gmax; None: no limit.
+        layout: The blocks of ranks; default: all aligned ones.
+        speed: (W,) seconds at each place relative to the typical one; None: all alike.
     """
 
     def __init__(
@@ -76,21 +80,27 @@ class StepScheduler:
         share: float = 0.2,
         min_steps: int = 1,
         max_steps: int | None = None,
+        layout: Layout | None = None,
+        speed: FloatArray | None = None,
     ) -> None:
         self.grid = grid
         self.world_size = world_size
+        self.layout = Layout.plain(world_size) if layout is None else layout
+        self.speed = speed
+        #: How many typical ranks all ranks are worth.
+        self.capacity: float = world_size if speed is None else float((1 / speed).sum())
         least = 0.0 if max_steps is None else 1.0 / max_steps
         self.share = min(max(share, least), 1.0 / min_steps)
         self.min_steps = min_steps
         self.max_steps = max_steps
-        self._filler = Filler(grid, world_size, max_steps)
+        self._filler = Filler(grid, world_size, max_steps, speed)
         self._wins = dict.fromkeys(_FACTORS, 0.0)
         self._turn = 0
         self._searches = 0
 
     def bound_s(self, g: IntArray) -> float:
         """Seconds of a step of these samples if nothing idled and all ran at their cheapest."""
-        return float(self.grid.choice().rank_s[g].sum()) / self.world_size
+        return float(self.grid.choice().rank_s[g].sum()) / self.capacity
 
     def schedule(self, g: IntArray, optional: IntArray | None = None) -> MicroBatches:
         """Schedule one iteration.
@@ -104,7 +114,7 @@ class StepScheduler:
         bound = max(self.bound_s(g), longest)
         # Samples that must be wide to end in time make the step longer, which others then can use.
         for _ in range(3):
-            longer = float(self.grid.choice(bound).rank_s[g].sum()) / self.world_size
+            longer = float(self.grid.choice(bound).rank_s[g].sum()) / self.capacity
             if longer <= ON_TIME * bound:
                 break
             bound = longer
@@ -140,12 +150,12 @@ class StepScheduler:
             Group(tuple(samples.tolist()), p)
             for samples, p in zip(found.samples, found.sp_size, strict=True)
         ]
-        groups, end = improve(groups, g.tolist(), self.grid, self.world_size)
+        groups, end = improve(groups, g.tolist(), self.grid, self.layout, self.speed)
         if end >= found.end_s * (1 - 1e-6):
             return found, free
         out = MicroBatches(end_s=end)
         tasks = sorted(group.task(i, g.tolist(), self.grid) for i, group in enumerate(groups))
-        level, size, first_ranks = place(tasks, 0.0, self.world_size)
+        level, size, first_ranks = place(tasks, 0.0, self.layout, self.speed)
         for task, first_rank in zip(tasks, first_ranks, strict=True):
             group = groups[task[2]]
             out.add(np.array(group.samples), group.sp_size, first_rank)
@@ -175,7 +185,7 @@ class StepScheduler:
         choice = grid.choice(limit_s)
         rank_s = choice.rank_s[g]
         area = float(rank_s.sum())
-        bound = max(area / self.world_size, longest)
+        bound = max(area / self.capacity, longest)
         sp_index = choice.sp_index[g]
         # Not by a sample's time alone, which is mostly fixed costs where samples are tiny.
         large = (sp_index > 0) | (rank_s > _LARGE * bound)
@@ -189,11 +199,12 @@ class StepScheduler:
         target = max(bound, limit_s)
         tasks = self._tasks(gs, sp_index[order[:num_large]].tolist(), target)
         fluid = area - float(rank_s[large].sum())
-        tasks, (level, p, first_ranks) = place_large(tasks, fluid, grid, self.world_size)
+        tasks, (level, p, first_ranks) = place_large(tasks, fluid, grid, self.layout, self.speed)
         free = [0.0] * self.world_size
         for end, first in level:
             free[first : first + p] = [end] * p
-        end = max(max(free), level_of(free, fluid)) if fluid > 0 else max(free)
+        level_s = level_of(free, fluid, self.speed) if fluid > 0 else 0.0
+        end = max(max(free), level_s)
         return _Attempt(order, num_large, tasks, first_ranks, free, fluid, bound, end)
 
     def _tasks(self, gs: list[int], sp_index: list[int], target_s: float) -> list[Task]:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -55,6 +55,8 @@ class PlanningOptions:
         on_too_long: What to do with a sample that fits no candidate.
         packing: Micro-batches are packed: one sequence of all samples, without padding.
         seed: Seed of the sample order; default is the one Lightning was seeded with.
+        lookahead_steps: Of a stream (an iterable-style data set), how many steps' worth of tokens
+            all ranks together read ahead to plan; each keeps its share of these samples in memory.
 
     Raises:
         TypeError: A value of the wrong type.
@@ -74,12 +76,13 @@ class PlanningOptions:
     on_too_long: OnTooLong = "error"
     packing: bool = False
     seed: int | None = None
+    lookahead_steps: int = 16
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             known = ", ".join(repr(name) for name in POLICIES)
             raise ValueError(f"Unknown policy {self.policy!r}. Known policies: {known}.")
-        for name in ("min_accumulation", "max_buckets", "pad_multiple"):
+        for name in ("min_accumulation", "max_buckets", "pad_multiple", "lookahead_steps"):
             _check_int(name, getattr(self, name), least=1)
         optional = ("tokens_per_step", "max_accumulation", "max_batch_size", "memory_limit_bytes")
         for name in optional:
@@ -87,6 +90,8 @@ class PlanningOptions:
                 _check_int(name, getattr(self, name), least=1)
         if self.seed is not None:
             _check_int("seed", self.seed, least=0)
+        if not isinstance(self.packing, bool):
+            raise TypeError(f"packing must be True or False; got {self.packing!r}.")
         if self.max_accumulation is not None and self.min_accumulation > self.max_accumulation:
             raise ValueError(
                 f"min_accumulation ({self.min_accumulation}) must not be larger than "
@@ -145,7 +150,7 @@ def _check_int(name: str, value: object, *, least: int) -> None:
 
 
 def _int_tuple(name: str, values: object) -> tuple[int, ...]:
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a sequence of ints; got {values!r}.")
     result = tuple(values)
     for value in result:

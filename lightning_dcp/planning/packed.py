@@ -22,7 +22,7 @@ from lightning_dcp.planning.fitting import FloatArray
 from lightning_dcp.planning.lengths import IntArray
 from lightning_dcp.planning.windows import Schedule
 
-__all__ = ["PackedCosts", "PackedSums", "join_micro_batches"]
+__all__ = ["PackedCosts", "PackedSums", "join_micro_batches", "packed_length"]
 
 _MOST_ROUNDS = 40
 
@@ -99,8 +99,7 @@ class PackedCosts:
         """Recomputed blocks (-1 where nothing fits), seconds and bytes, (M,) each."""
         p = sums.sp_size
         costs, limit = self.costs, self.limit_bytes
-        b: FloatArray = sums.tokens.astype(np.float64) ** 2 / sums.squares
-        s = _round_up(np.ceil(sums.squares / sums.tokens).astype(np.int64), p)
+        b, s = _equal_samples(sums)
         alone = _round_up(sums.longest, p)
         if self.recompute is None:
             r = costs.min_recompute(b, s, p, limit)
@@ -113,6 +112,23 @@ class PackedCosts:
         if self.recompute is not None:
             r = np.where(num_bytes <= limit, r, -1)
         return r, np.asarray(costs.time_s(b, s, p, at), dtype=np.float64), num_bytes
+
+    def seconds(self, sums: PackedSums, recompute_blocks: IntArray) -> FloatArray:
+        """(M,) seconds with so many recomputed blocks."""
+        seconds = self.costs.time_s(*_equal_samples(sums), sums.sp_size, recompute_blocks)
+        return np.asarray(seconds, dtype=np.float64)
+
+
+def _equal_samples(sums: PackedSums) -> tuple[FloatArray, IntArray]:
+    """Equal samples, b' of s' tokens, that cost as much: NOTE (cost of packing)."""
+    b: FloatArray = sums.tokens.astype(np.float64) ** 2 / sums.squares
+    return b, _round_up(np.ceil(sums.squares / sums.tokens).astype(np.int64), sums.sp_size)
+
+
+def packed_length(lengths: IntArray) -> int:
+    """s', the length of equal samples that cost as much; see NOTE (cost of packing)."""
+    tokens = int(lengths.sum())
+    return int(np.ceil(float((lengths.astype(np.float64) ** 2).sum()) / tokens))
 
 
 def _round_up(lengths: IntArray, multiple: IntArray) -> IntArray:

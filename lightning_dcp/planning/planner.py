@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -14,8 +15,11 @@ import numpy as np
 from lightning_dcp.planning.buckets import Buckets, choose_edges
 from lightning_dcp.planning.candidates import Candidate, Exclusion
 from lightning_dcp.planning.costs import Costs
+from lightning_dcp.planning.drift import CorrectedCosts, Corrections, uncorrected
 from lightning_dcp.planning.epoch import EpochPlan
 from lightning_dcp.planning.feasible import Feasible, less_margin, usable_sp_sizes
+from lightning_dcp.planning.fitting import FloatArray
+from lightning_dcp.planning.layout import Layout
 from lightning_dcp.planning.lengths import IntArray, as_lengths
 from lightning_dcp.planning.options import STATIC_POLICIES, PlanningOptions
 from lightning_dcp.planning.rest import BoolArray, cut_windows
@@ -23,7 +27,7 @@ from lightning_dcp.planning.search import Configuration, Problem
 
 __all__ = ["BucketChoice", "EpochPlanner"]
 
-_PLANNER_VERSION = "2"  # raise when the same inputs give other plans
+_PLANNER_VERSION = "3"  # raise when the same inputs give other plans
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ class EpochPlanner:
             ``"global-batch"`` follows the sampler of a DDP run.
         same_steps_as: A planner whose number of steps, and for ``"global-batch"`` samples of each
             step, are taken over.
+        layout: Which ranks stand side by side; plans name places of it. Default: a single node,
+            so that every place is its own rank.
 
     Attributes:
         num_iterations: Optimizer steps per epoch, the same for every epoch.
@@ -78,11 +84,16 @@ class EpochPlanner:
         skipped_ids: Samples left out by ``on_too_long="skip"``.
         truncate_to: Length that ``on_too_long="truncate"`` cuts to; None where nothing is cut.
         lengths: Lengths as planned (cut where truncated).
+        planning_s: Seconds that this planner and its last whole epoch took to make, here.
 
     Raises:
         ValueError: Wrong lengths, a memory limit below the model's own size, no usable SP size, a
             sample that fits nowhere.
     """
+
+    #: Whether plans are of samples that come later (``window``): ids in them are no places in
+    #: ``lengths``.
+    of_stream = False
 
     def __init__(
         self,
@@ -100,12 +111,20 @@ class EpochPlanner:
         static_recompute: Literal["smallest", "full"] = "smallest",
         sample_order: Callable[[int, int], IntArray] | None = None,
         same_steps_as: EpochPlanner | None = None,
+        layout: Layout | None = None,
     ) -> None:
+        began_s = time.perf_counter()
+        self._last_rest: tuple[tuple[int, bytes, int, int], EpochPlan] | None = None
         self.options = options if options is not None else PlanningOptions()
         if world_size < 1 or batch_size < 1 or seed < 0:
             raise ValueError(
                 "world_size and batch_size must be at least 1 and seed not negative; got "
                 f"{world_size}, {batch_size} and {seed}."
+            )
+        self.layout = Layout.plain(world_size) if layout is None else layout
+        if self.layout.world_size != world_size:
+            raise ValueError(
+                f"The layout is of {self.layout.world_size} ranks, the world of {world_size}."
             )
         self.cost_model = cost_model
         self.world_size = world_size
@@ -155,6 +174,8 @@ class EpochPlanner:
             limit_bytes=self.usable_bytes,
             tokens_per_step=target,
             windows=self._windows,
+            layout=self.layout,
+            speed=self.place_speed,
         )
         self._recompute = cost_model.num_blocks if self.options.policy == "dcp-inter" else None
         if same_steps_as is not None:
@@ -165,10 +186,14 @@ class EpochPlanner:
             self.num_iterations = self._num_steps(np.arange(lengths_used.size))
         self._search()
         self.exclusions: tuple[Exclusion, ...] = tuple(self._exclusions)
+        self._made_in_s = self.planning_s = time.perf_counter() - began_s
 
     def epoch(self, epoch: int) -> EpochPlan:
         """All plans of an epoch (0, 1, ...), ``num_iterations`` of them."""
-        return self._best(self._order(epoch), epoch, self.num_iterations, self._windows)
+        began_s = time.perf_counter()
+        plans = self._best(self._order(epoch), epoch, self.num_iterations, self._windows)
+        self.planning_s = self._made_in_s + time.perf_counter() - began_s
+        return plans
 
     def rest(
         self,
@@ -208,9 +233,18 @@ class EpochPlanner:
             num_iterations = len(windows)
         elif num_iterations is None:
             num_iterations = self._num_steps(order)
-        return self._best(
-            order, epoch, min(num_iterations, order.size), windows, first_iteration=first_iteration
-        )
+        # Whether it is worth following is decided on the plans, which are then asked for again.
+        key = (epoch, order.tobytes(), first_iteration, num_iterations)
+        if self._last_rest is None or self._last_rest[0] != key:
+            plans = self._best(
+                order,
+                epoch,
+                min(num_iterations, order.size),
+                windows,
+                first_iteration=first_iteration,
+            )
+            self._last_rest = (key, plans)
+        return self._last_rest[1]
 
     def _order(self, epoch: int) -> IntArray:
         """Positions in ``_ids`` in the order of an epoch."""
@@ -265,6 +299,162 @@ class EpochPlanner:
             self._problem.lengths[order],
         )
 
+    @property
+    def sp_sizes(self) -> tuple[int, ...]:
+        """SP sizes that plans may use, increasing."""
+        return self._problem.sp_sizes
+
+    @property
+    def bucket_edges(self) -> tuple[int, ...]:
+        """Bucket k holds lengths in ``[bucket_edges[k], bucket_edges[k + 1])``."""
+        return self._problem.buckets.edges
+
+    @property
+    def place_speed(self) -> FloatArray | None:
+        """(W,) seconds at each place of the layout relative to the typical one; None: all alike."""
+        if not isinstance(self.cost_model, CorrectedCosts):
+            return None
+        speed = self.cost_model.corrections.rank_speed
+        return np.array(speed)[list(self.layout.ranks)] if speed else None
+
+    @property
+    def corrections(self) -> Corrections:
+        """How costs differ from the cost profile; of this planner's buckets where they do not."""
+        if isinstance(self.cost_model, CorrectedCosts):
+            return self.cost_model.corrections
+        return Corrections.none(self.bucket_edges)
+
+    def corrected(self, corrections: Corrections) -> EpochPlanner:
+        """A planner of the same samples, order and number of steps, with costs as they turned out.
+
+        Args:
+            corrections: Relative to the cost profile; those that this planner has are replaced.
+
+        Raises:
+            ValueError: Speeds of another number of ranks, or a sample that fits nowhere with these
+                corrections.
+        """
+        speeds = corrections.rank_speed
+        if speeds and len(speeds) != self.world_size:
+            raise ValueError(
+                f"rank_speed needs one factor for each of {self.world_size} ranks; got "
+                f"{len(speeds)}."
+            )
+        costs: Costs = uncorrected(self.cost_model)
+        if not corrections.changes_nothing:
+            costs = CorrectedCosts(costs, corrections)
+        planner = EpochPlanner(
+            lengths=self._given_lengths,
+            cost_model=costs,
+            world_size=self.world_size,
+            memory_limit_bytes=self.memory_limit_bytes,
+            options=self.options,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            sp_size_exclusions=self.sp_size_exclusions,
+            dataset_name=self.dataset_name,
+            static_recompute=self.static_recompute,
+            sample_order=self.sample_order,
+            same_steps_as=self,
+            layout=self.layout,
+        )
+        planner.of_stream = self.of_stream
+        changed = np.flatnonzero(planner.lengths != self.lengths)
+        if planner.skipped_ids != self.skipped_ids:
+            more = np.setdiff1d(planner.skipped_ids, self.skipped_ids)
+            changed = more if more.size else np.setdiff1d(self.skipped_ids, planner.skipped_ids)
+        if changed.size:
+            raise ValueError(
+                f"With the corrected memory, sample {int(changed[0])} of {self.dataset_name} with "
+                f"{int(self._given_lengths[changed[0]])} tokens no longer is used as planned before"
+                f" ({changed.size} such samples): on_too_long={self.options.on_too_long!r} cannot "
+                "change in the middle of a run. Cut or leave out such samples beforehand, raise "
+                "memory_limit_bytes, or use more ranks."
+            )
+        return planner
+
+    @property
+    def given_lengths(self) -> IntArray:
+        """(n,) lengths as they were given, in the order of the dataset."""
+        return self._given_lengths
+
+    def with_lengths(self, lengths: IntArray) -> EpochPlanner:
+        """The same planner for other samples; its steps aim at as many tokens."""
+        options = self.options
+        if options.policy != "global-batch":
+            options = replace(options, tokens_per_step=self.tokens_per_step)
+        planner = EpochPlanner(
+            lengths=lengths,
+            cost_model=self.cost_model,
+            world_size=self.world_size,
+            memory_limit_bytes=self.memory_limit_bytes,
+            options=options,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            sp_size_exclusions=self.sp_size_exclusions,
+            dataset_name=self.dataset_name,
+            static_recompute=self.static_recompute,
+            sample_order=self.sample_order,
+            layout=self.layout,
+        )
+        planner.of_stream = self.of_stream
+        return planner
+
+    def covers(self, lengths: IntArray) -> BoolArray:
+        """(n,) whether samples of these lengths can be planned, or are known to be too long."""
+        edges = np.array(self._problem.buckets.edges)
+        bucket = np.clip(np.searchsorted(edges, lengths, side="right") - 1, 0, edges.size - 2)
+        known = lengths <= self._problem.longest[bucket]
+        if self.truncate_to is not None:
+            known |= lengths > self.truncate_to
+        return np.asarray(known)
+
+    def window_steps(self, lengths: IntArray) -> int:
+        """Steps of the size aimed at that samples of these lengths take."""
+        if self.options.policy == "global-batch":
+            return -(-lengths.size // (self.batch_size * self.world_size))
+        static = self.options.policy in STATIC_POLICIES
+        recompute = self._static_recompute() if static else self._recompute
+        return self._problem.num_iterations(recompute, lengths)
+
+    def window(
+        self,
+        lengths: IntArray,
+        ids: IntArray,
+        *,
+        epoch: int,
+        first_iteration: int,
+        num_iterations: int,
+    ) -> EpochPlan:
+        """Plan other samples than those of the dataset, in the order given: a part of a stream.
+
+        Args:
+            lengths: (n,) their lengths, which this planner ``covers``.
+            ids: (n,) what plans call them.
+            epoch: Epoch, from 0.
+            first_iteration: Number of the first plan.
+            num_iterations: Steps; policy ``"global-batch"`` always takes its windows.
+        """
+        edges = self._problem.buckets.edges
+        problem = replace(
+            self._problem,
+            lengths=lengths,
+            bucket=self._problem.buckets.index_of(np.maximum(lengths, edges[0])),
+            windows=None,
+        )
+        windows = self._ddp_windows(lengths.size)
+        return problem.plan(
+            self._configuration,
+            np.arange(lengths.size, dtype=np.int64),
+            epoch=epoch,
+            num_iterations=num_iterations if windows is None else len(windows),
+            windows=windows,
+            ids=ids,
+            first_iteration=first_iteration,
+        )
+
     def bucket_table(self) -> tuple[BucketChoice, ...]:
         """Buckets and the configuration chosen for each."""
         rows = []
@@ -300,6 +490,7 @@ class EpochPlanner:
             "lengths": _short_hash(self._given_lengths.tobytes()),
             "cost profile": self.cost_model.fingerprint()[:16],
             "world size": str(self.world_size),
+            "node layout": str(self.layout),
             "batch size": str(self.batch_size),
             "memory limit": str(self.memory_limit_bytes),
             "shuffle": str(self.shuffle),

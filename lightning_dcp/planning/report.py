@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from lightning_dcp.planning.plan import Plan
+from lightning_dcp.planning.slowness import Slowness
 
 __all__ = ["IterationReport"]
 
@@ -22,6 +25,8 @@ class IterationReport:
         peak_bytes: Measured peak bytes per rank (0 where it could not be measured).
         loss: Weighted mean loss of the iteration.
         num_targets: Loss-bearing elements of the iteration.
+        slowness: How much slower than predicted buckets and ranks were lately; None before that was
+            found out.
     """
 
     plan: Plan
@@ -30,6 +35,7 @@ class IterationReport:
     peak_bytes: tuple[int, ...]
     loss: float
     num_targets: float
+    slowness: Slowness | None = field(default=None, compare=False)  # NaN where nothing is known
 
     def __post_init__(self) -> None:
         for name in ("busy_s", "peak_bytes"):
@@ -59,6 +65,28 @@ class IterationReport:
         if longest <= 0:
             return 0.0
         return 1.0 - sum(self.busy_s) / (len(self.busy_s) * longest)
+
+    @property
+    def bucket_time_ratios(self) -> Mapping[tuple[int, int], float]:
+        """Measured / predicted seconds of micro-batches with lengths in ``[lo, hi)``, lately.
+
+        Buckets of which too little was seen are left out.
+        """
+        if self.slowness is None:
+            return {}
+        edges = self.slowness.bucket_edges
+        pairs = zip(pairwise(edges), self.slowness.buckets, strict=True)
+        return {bounds: ratio for bounds, ratio in pairs if not math.isnan(ratio)}
+
+    @property
+    def slowest_rank(self) -> int | None:
+        """The rank that lately took longest for the same work; None where that is not known."""
+        return None if self.slowness is None else self.slowness.slowest_rank
+
+    @property
+    def slowest_rank_factor(self) -> float | None:
+        """How many times as long as the typical rank it took."""
+        return None if self.slowness is None else self.slowness.slowest_rank_factor
 
     @property
     def predicted_idle_share(self) -> float:

@@ -20,6 +20,8 @@ from lightning_dcp.planning.cost_grid import CostGrid, length_grid
 from lightning_dcp.planning.costs import Costs
 from lightning_dcp.planning.epoch import EpochPlan
 from lightning_dcp.planning.feasible import format_bytes
+from lightning_dcp.planning.fitting import FloatArray
+from lightning_dcp.planning.layout import Layout
 from lightning_dcp.planning.lengths import IntArray
 from lightning_dcp.planning.makespan import StepScheduler
 from lightning_dcp.planning.options import PlanningOptions
@@ -72,6 +74,8 @@ class Problem:
         tokens_per_step: Target of an iteration.
         windows: Iterations that are given, as ``(start, stop)`` in the order of the epoch (policy
             ``"global-batch"``); None: by tokens.
+        layout: The blocks of ranks.
+        speed: (W,) seconds at each place relative to the typical one; None: all alike.
     """
 
     lengths: IntArray
@@ -83,7 +87,9 @@ class Problem:
     sp_sizes: tuple[int, ...]
     limit_bytes: int
     tokens_per_step: int
+    layout: Layout
     windows: tuple[tuple[int, int], ...] | None = None
+    speed: FloatArray | None = None
     _grids: dict[tuple[int | None, tuple[int, ...]], CostGrid] = field(default_factory=dict)
 
     def grid(self, recompute: int | None, static: StaticRule | None = None) -> CostGrid:
@@ -233,7 +239,7 @@ class Problem:
         if rule is not None:
             cuts = token_windows(lengths, num_iterations) if windows is None else windows
             schedule = schedule_static(
-                cuts, lengths, self.bucket[order], g, grid, rule, self.world_size
+                cuts, lengths, self.bucket[order], g, grid, rule, self.layout
             )
         else:
             scheduler = StepScheduler(
@@ -242,6 +248,8 @@ class Problem:
                 share=configuration.share,
                 min_steps=self.options.min_accumulation,
                 max_steps=self.options.max_accumulation,
+                layout=self.layout,
+                speed=self.speed,
             )
             if windows is not None:
                 schedule = schedule_windows(windows, g, scheduler)
@@ -267,6 +275,7 @@ class Problem:
             recompute=configuration.recompute,
             first_iteration=first_iteration,
             packing=self.options.packing,
+            place_speed=self.speed,
         )
 
     def _joined(

@@ -42,4 +42,5 @@ def _static(planner: EpochPlanner, policy: str) -> EpochPlanner:
         static_recompute="full" if planner.options.policy == "dcp-inter" else "smallest",
         sample_order=planner.sample_order,
         same_steps_as=planner,
+        layout=planner.layout,
     )

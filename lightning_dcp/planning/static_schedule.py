@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_dcp.planning.cost_grid import CostGrid
+from lightning_dcp.planning.layout import Layout
 from lightning_dcp.planning.lengths import IntArray
 from lightning_dcp.planning.micro_batches import MicroBatches
 from lightning_dcp.planning.windows import Schedule
@@ -64,7 +65,7 @@ def schedule_static(
     g: IntArray,
     grid: CostGrid,
     rule: StaticRule,
-    world_size: int,
+    layout: Layout,
 ) -> Schedule:
     """Each window is an iteration; its micro-batches go, the slowest first, to the next free group.
 
@@ -75,7 +76,7 @@ def schedule_static(
         g: (n,) their places in the grid.
         grid: Costs; of ``rule.sp_size`` at least.
         rule: The static plan.
-        world_size: Ranks W.
+        layout: The blocks of ranks.
     """
     out = Schedule()
     p = rule.sp_size
@@ -86,7 +87,7 @@ def schedule_static(
         starts = np.concatenate([[0], np.cumsum(counts)])
         longest = np.maximum.reduceat(g[start:stop][order], starts[:-1])
         seconds = rows[longest, np.searchsorted(batches, counts)]
-        groups = [(0.0, first) for first in range(0, world_size - p + 1, p)]
+        groups = [(0.0, first) for first in layout.blocks(p)]
         step = MicroBatches()
         for i in np.argsort(-seconds, kind="stable").tolist():
             free, first = groups[0]

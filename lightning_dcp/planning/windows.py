@@ -111,7 +111,7 @@ def _enough_beside_the_longest(
     grid = scheduler.grid
     longest_s = float(grid.quickest_s[g[:num]].max())
     rank_s = grid.choice(longest_s).rank_s
-    wanted = longest_s * scheduler.world_size
+    wanted = longest_s * scheduler.capacity
     if float(rank_s[g[:num]].sum()) >= wanted:
         return num
     enough = int(np.searchsorted(np.cumsum(rank_s[g]), wanted)) + 1

@@ -85,10 +85,26 @@ class ProfileCache:
         """
         path = self.path(profile.fingerprint)
         try:
+            text = _encode(profile)
             self.directory.mkdir(parents=True, exist_ok=True)
+            # The system lets go of the lock of a process that has died; not of one that is stopped.
             with filelock.FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_S):
-                _replace(path, _encode(profile))
-        except (OSError, filelock.Timeout) as error:
+                for left in _temporary_files(
+                    path
+                ):  # of processes that were killed: we hold the lock
+                    left.unlink(missing_ok=True)
+                _replace(path, text)
+        except NotImplementedError:  # a file system without locks; files are replaced as a whole
+            return self._save_unlocked(path, text)
+        except (OSError, ValueError, filelock.Timeout) as error:
+            _warn(f"{path} cannot be written ({error}); the next run measures again.")
+            return None
+        return path
+
+    def _save_unlocked(self, path: Path, text: str) -> Path | None:
+        try:
+            _replace(path, text)
+        except OSError as error:
             _warn(f"{path} cannot be written ({error}); the next run measures again.")
             return None
         return path
@@ -114,6 +130,7 @@ def load_or_measure(
     cache: ProfileCache | None,
     gather: Callable[[Any], list[Any]],
     is_writer: bool,
+    check: Callable[[CostProfile], None] = lambda profile: None,
 ) -> tuple[CostProfile, bool]:
     """The cached profile or a new one, the same on all ranks.
 
@@ -124,6 +141,8 @@ def load_or_measure(
         gather: Objects of all ranks in rank order, on every rank.
         is_writer: True on rank 0 alone. Only it touches the cache: what ranks see in their file
             systems, and when, may differ.
+        check: Called with a profile from the cache; a ValueError says why it cannot be this run's,
+            although its fingerprint is: somebody has edited it.
 
     Returns:
         The profile, and whether it came from the cache.
@@ -131,6 +150,12 @@ def load_or_measure(
     if cache is None:
         return measure(), False
     found = cache.load(fingerprint) if is_writer else None
+    if found is not None:
+        try:
+            check(found)
+        except ValueError as error:
+            _warn(f"{cache.path(fingerprint)} is not used ({error}); the costs are measured again.")
+            found = None
     text = gather(found.to_json() if found is not None else None)[0]
     if text is not None:
         return CostProfile.from_json(text), True
@@ -152,7 +177,7 @@ def _decode(text: str, fingerprint: str | None) -> CostProfile:
     """
     try:
         content = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"damaged or truncated: {error}") from error
     if not isinstance(content, dict) or "checksum" not in content:
         raise ValueError("damaged: it has no checksum")
@@ -171,6 +196,10 @@ def _decode(text: str, fingerprint: str | None) -> CostProfile:
 
 def _checksum(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _temporary_files(path: Path) -> list[Path]:
+    return [p for p in path.parent.iterdir() if p.name.startswith(f".{path.name}-")]
 
 
 def _replace(path: Path, text: str) -> None:

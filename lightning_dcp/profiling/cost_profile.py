@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,6 +95,10 @@ class CostProfile:
             raise ValueError(f"num_blocks={self.num_blocks} is not the sum over all stacks.")
         if self.fixed_bytes < 0:
             raise ValueError(f"fixed_bytes={self.fixed_bytes}: must not be negative.")
+        for name in ("step_overhead_s", "duration_s"):
+            seconds = getattr(self, name)
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise ValueError(f"{name}={seconds}: must be finite and not negative.")
         excluded_but_measured = self.sp_size_exclusions.keys() & {
             measurement.sp_size for measurement in self.measurements
         }
@@ -139,9 +144,26 @@ class CostProfile:
                 f"{sorted(content.keys() ^ expected)}."
             )
         try:
+            _check_types(content)
             return cls(**_typed(content))
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, KeyError, AttributeError, OverflowError) as error:
             raise ValueError(f"This is no cost profile: {error}") from error
+
+
+def _check_types(content: Mapping[str, Any]) -> None:
+    """JSON that somebody has written has any type anywhere, and Python takes much of it."""
+    whole = [content["num_blocks"], content["fixed_bytes"], *content["recompute_order"]]
+    texts = [content["fingerprint"], content["signature"] or ""]
+    for entry in (*content["measurements"], *content["skipped"]):
+        whole += [entry["batch_size"], entry["seq_len"], entry["sp_size"]]
+    for stack in content["stacks"]:
+        whole.append(stack["num_blocks"])
+        texts += [stack["path"], stack["signature"] or ""]
+    wrong = [v for v in whole if type(v) is not int] + [v for v in texts if type(v) is not str]
+    if wrong:
+        raise TypeError(f"{wrong[0]!r} is of type {type(wrong[0]).__name__}")
+    if sorted(content["recompute_order"]) != list(range(max(1, len(content["stacks"])))):
+        raise TypeError(f"recompute_order={content['recompute_order']} does not name each stack")
 
 
 def _with_text_keys(reasons: Mapping[int, str]) -> dict[str, str]:

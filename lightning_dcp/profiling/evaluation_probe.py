@@ -64,10 +64,7 @@ def _forecast(measured: Sequence[MeasuredBytes], seq_len: int) -> float:
 
 
 def _group_or_alone(topology: Topology, sp_size: int) -> SPGroup:
-    first_rank = topology.rank // sp_size * sp_size
-    if first_rank + sp_size > topology.world_size:
-        return topology.group(topology.rank, 1)
-    return topology.group(first_rank, sp_size)
+    return topology.own_group(sp_size) or topology.group(topology.rank, 1)
 
 
 class _StepOfAllRanks(Step):

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["peak_bytes"]
+__all__ = ["LiveStorages", "peak_bytes"]
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
 _LONGEST_WAIT_S = 5e-3
@@ -35,14 +35,14 @@ def peak_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
     collects = gc.isenabled()
     gc.disable()  # it would free garbage in cycles at one time or another
     try:
-        with _LiveStorages() as live:
+        with LiveStorages() as live:
             yield lambda: live.peak
     finally:
         if collects:
             gc.enable()
 
 
-class _LiveStorages(TorchDispatchMode):
+class LiveStorages(TorchDispatchMode):
     """Adds up the storages that operations make, and takes off those that are freed.
 
     NOTE [Buffers of collectives]
@@ -85,9 +85,13 @@ class _LiveStorages(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         size = storage.nbytes()
+        self.check(size)
         self.now += size
         self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._freed, size)
+
+    def check(self, size: int) -> None:
+        """Told of a storage of `size` bytes before it counts; a limit raises here."""
 
     def _freed(self, size: int) -> None:
         self.now -= size

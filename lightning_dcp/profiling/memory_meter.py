@@ -7,6 +7,7 @@ cost time and bytes depend on nothing else.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -49,19 +50,20 @@ class MemoryMeter:
         return self._peak
 
     @contextmanager
-    def forward(self, shape: Hashable, recompute_blocks: int) -> Iterator[None]:
+    def forward(self, shape: Hashable, recompute_blocks: int, sp_size: int = 1) -> Iterator[None]:
         """Around the forward pass of one micro-batch.
 
         Args:
             shape: all that the bytes depend on; a shape that was seen before is not measured again.
             recompute_blocks: number of blocks of which only the input is kept.
+            sp_size: ranks that share the sequence, of which the first block takes its part.
         """
         if self._device.type == "cuda":
             yield
             return
         if shape not in self._known:
             saved: dict[int, int] = {}
-            with _collect(saved, self._blocks[:recompute_blocks]):
+            with _collect(saved, self._blocks[:recompute_blocks], sp_size):
                 yield
             constant = _storages([*self._module.parameters(), *self._module.buffers()])
             self._known[shape] = sum(n for at, n in saved.items() if at not in constant)
@@ -71,8 +73,12 @@ class MemoryMeter:
 
 
 @contextmanager
-def _collect(saved: dict[int, int], recomputed: Sequence[nn.Module]) -> Iterator[None]:
+def _collect(
+    saved: dict[int, int], recomputed: Sequence[nn.Module], sp_size: int
+) -> Iterator[None]:
     """Collect address and size of every storage that is kept for the backward pass."""
+    given: list[weakref.ref[torch.UntypedStorage]] = []
+    sizes: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
         saved.update(_storages([tensor]))
@@ -82,12 +88,28 @@ def _collect(saved: dict[int, int], recomputed: Sequence[nn.Module]) -> Iterator
     def keep_input(_: nn.Module, args: object, kwargs: object) -> None:
         # A checkpoint holds its arguments in a closure, out of sight of the hooks on saved tensors:
         # the hidden states, and what all blocks share, such as a mask.
-        saved.update(_storages([t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]))
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if sp_size == 1:
+            saved.update(_storages(tensors))
+            return
+        # Where they are whole, it holds this rank's part of them, and they themselves may be gone.
+        for storage in (t.untyped_storage() for t in tensors if t.layout == torch.strided):
+            given.append(weakref.ref(storage))
+            sizes.append(storage.nbytes())
 
     handles = [b.register_forward_pre_hook(keep_input, with_kwargs=True) for b in recomputed]
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
+        parts: dict[int, int] = {}
+        for reference, size in zip(given, sizes, strict=True):
+            storage = reference()
+            if storage is None:
+                parts[id(reference)] = -(-size // sp_size)
+            elif size > 0:
+                saved[storage.data_ptr()] = size
+        # Of each only once, under keys that are no addresses.
+        saved.update({-1 - place: size for place, size in enumerate(parts.values())})
     finally:
         for handle in handles:
             handle.remove()

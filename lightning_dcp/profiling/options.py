@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -39,6 +40,7 @@ class ProfilingOptions:
     repeats: int = 5
 
     def __post_init__(self) -> None:
+        self._check_types()
         if not (math.isfinite(self.budget_s) and self.budget_s > 0):
             raise ValueError(
                 f"budget_s={self.budget_s!r}: the time for profiling must be a positive number of "
@@ -48,6 +50,16 @@ class ProfilingOptions:
             raise ValueError(f"repeats={self.repeats!r}: each trial needs at least 1 timed pass.")
         if self.lengths is not None:
             object.__setattr__(self, "lengths", _checked_lengths(self.lengths))
+
+    def _check_types(self) -> None:
+        if isinstance(self.budget_s, bool) or not isinstance(self.budget_s, int | float):
+            raise TypeError(f"budget_s must be a number of seconds; got {self.budget_s!r}.")
+        if isinstance(self.repeats, bool) or not isinstance(self.repeats, int):
+            raise TypeError(f"repeats must be an int; got {self.repeats!r}.")
+        if not isinstance(self.cache, bool):
+            raise TypeError(f"cache must be True or False; got {self.cache!r}.")
+        if not isinstance(self.cache_dir, str | os.PathLike | None):
+            raise TypeError(f"cache_dir must be a path or None; got {self.cache_dir!r}.")
 
 
 def _checked_lengths(lengths: object) -> tuple[int, ...]:

@@ -150,6 +150,8 @@ def _compare(found: _Outputs, wanted: _Outputs, tolerance: float) -> tuple[float
         float((g - wanted.gradients[name]).square().sum()) for name, g in found.gradients.items()
     )
     error_of_all = max(loss_error, (off / max(whole, 1e-60)) ** 0.5)
+    if math.isnan(wanted.loss):
+        return math.inf, "there is nothing to compare, as the loss is NaN (have they labels?)"
     if math.isnan(error_of_all):
         return math.inf, f"the loss is {found.loss:.8g} instead of {wanted.loss:.8g}"
     return error_of_all, _difference(found, wanted, loss_error, tolerance)

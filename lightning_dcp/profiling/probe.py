@@ -12,6 +12,7 @@ the same moments of the backward.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -116,6 +117,10 @@ class StepProbe:
         self._running: int | None = None  # index of the block whose forward runs
         self._saved: dict[int | None, dict[int, int]] = {}  # by that index: storage -> bytes
         self._arguments: dict[int, int] = {}  # of all blocks
+        #: On CUDA: what all blocks are given beside their input, and how much of it was gone again
+        #: when the backward pass began. A block that is recomputed would have kept it.
+        self._given: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._gone_bytes: float | None = None
         self._allocated_at_start = 0
         self._peak_bytes = 0
         self._exit = ExitStack()
@@ -221,6 +226,8 @@ class StepProbe:
             self._arguments |= _storages(tensors)
             call.kept.extend(tensors)
         if self._on_cuda:
+            if self._count_bytes:
+                self._note_given(arguments, call.input_storages)
             call.allocated_bytes = -torch.cuda.memory_allocated(self._device)
         self._running = index
         call.forward_start = self._clock.mark()
@@ -238,12 +245,24 @@ class StepProbe:
         def begin(_: torch.Tensor) -> None:
             if call.backward_start is None:  # the first output to be complete counts
                 call.backward_start = self._clock.mark()
+            if self._gone_bytes is None:
+                gone = (size for given, size in self._given.values() if given() is None)
+                self._gone_bytes = float(sum(gone))
 
         for tensor in outputs:
             if tensor.requires_grad:
                 tensor.register_hook(begin)  # type: ignore[no-untyped-call]
         if self._counts_on_host:
             call.kept.extend(outputs)
+
+    def _note_given(self, arguments: object, inputs: dict[int, int]) -> None:
+        handed_on = {at for record in self._records for at in record.output_storages}
+        for leaf in tree_leaves(arguments):
+            if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
+                storage = leaf.untyped_storage()
+                at = storage.data_ptr()
+                if at not in inputs and at not in handed_on and storage.nbytes() > 0:
+                    self._given[at] = (weakref.ref(storage), storage.nbytes())
 
     def _parameter_done(self, record: BlockRecord, _: torch.Tensor) -> None:
         record.last_parameter = self._clock.mark()
@@ -311,7 +330,7 @@ class StepProbe:
                     own += max(0.0, call.allocated_bytes - sum(size for _, size in handed_on))
                 blocks += own + inputs
             counted.append((own, inputs))
-        return counted, max(0.0, self._peak_bytes - blocks)
+        return counted, max(0.0, self._peak_bytes - blocks) + (self._gone_bytes or 0.0)
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:

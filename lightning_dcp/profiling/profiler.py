@@ -265,7 +265,9 @@ def _metered_below(runtime: BlockRuntime) -> Iterator[list[tuple[Meter, ...]]]:
     try:
         with ExitStack() as stack:
             meters = [
-                stack.enter_context(metered(blocks.stack.blocks[:NUM_ACTIVE_BLOCKS]))
+                stack.enter_context(
+                    metered(blocks.stack.blocks[: blocks.num_active(NUM_ACTIVE_BLOCKS)])
+                )
                 for blocks in runtime.stacks
             ]
             runtime.attach()

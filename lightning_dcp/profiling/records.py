@@ -126,7 +126,8 @@ def check_ran(stacks: Sequence[StackRecord]) -> None:
             "A repeated block was not called by the training step, so that its cost cannot be "
             "measured. Name the blocks that the step uses (`blocks`)."
         )
-    if not any(all(record.backward_calls for record in s.records) for s in called):
+    # Not to all of a stack's: those before the measured block may be frozen.
+    if not any(s.measured.backward_calls for s in called):
         raise RuntimeError(
             "The loss does not depend on the output of a repeated block, so that its backward "
             "cannot be measured. Name the blocks that the loss depends on (`blocks`)."

@@ -102,10 +102,7 @@ class Step:
 
     def group(self, sp_size: int) -> SPGroup | None:
         """This rank's group of that size; ``None`` if the last ranks are too few for one."""
-        first_rank = self.topology.rank // sp_size * sp_size
-        if first_rank + sp_size > self.topology.world_size:
-            return None
-        return self.topology.group(first_rank, sp_size)
+        return self.topology.own_group(sp_size)
 
 
 class TrialRunner:
@@ -239,7 +236,10 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and (
-        "not enough memory" in text or "out of memory" in text or "can't allocate memory" in text
+        "not enough memory" in text
+        or "out of memory" in text
+        or "can't allocate memory" in text
+        or "_status_alloc_failed" in text
     )
 
 

@@ -349,6 +349,6 @@ def check_memory_limit(limit_bytes: int, fixed_bytes: int) -> None:
         raise MisconfigurationException(
             f"The memory limit is {limit_bytes:,} bytes per rank, but parameters, gradients,"
             f" optimizer state and buffers alone take {fixed_bytes:,}: no sample could run. Raise"
-            " the limit above that, use more ranks (the optimizer state is sharded under"
+            " memory_limit_bytes above that, use more ranks (the optimizer state is sharded under"
             " strategy='dcp'), or use a smaller model."
         )

@@ -180,6 +180,7 @@ class DCPStrategy(DCPStrategyMixin, PlainZeroCheckpoints):
             self._refuse_misuse()
             destroy_groups_at_exit()
             DDPStrategy.setup_environment(self)
+            self.start_watch()
 
     @override
     def setup_distributed(self) -> None:
@@ -274,6 +275,23 @@ class DCPStrategy(DCPStrategyMixin, PlainZeroCheckpoints):
     def _without_gradient(self, parameters: Sequence[torch.nn.Parameter]) -> list[bool]:
         # The optimizer steps on one flat tensor of all parameters.
         return [False] * len(parameters)
+
+    @override
+    def abandon_pass(self) -> None:
+        # The engine counts passes that it is in, and would take the next one for a nested one.
+        optimizer: Any = self.deepspeed_engine.optimizer
+        while optimizer._backward_active_depth > 0:
+            optimizer.exit_backward()
+        for timer in self.deepspeed_engine.timers.get_timers().values():
+            if timer.started_:
+                timer.stop(record=False)
+
+    @override
+    def discard_gradients(self) -> None:
+        optimizer: Any = self.deepspeed_engine.optimizer
+        optimizer.zero_grad(set_to_none=True)  # with those of another type, `grad_accum`
+        self.deepspeed_engine._unmanaged_backward_count = 0  # of samples that were trained on
+        super().discard_gradients()
 
     @override
     def _reduce_gradients(self) -> None:

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_dcp.strategies._lightning_compat import training as compat
 from lightning_dcp.strategies.evaluation.strategy import PlannedEvaluation
+from lightning_dcp.strategies.gradients import num_bytes
+from lightning_dcp.strategies.out_of_memory import saying_where
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +30,8 @@ class Engine(PlannedEvaluation):
     """
 
     _optimizer_in_backward: Optimizer | None = None
+    #: Gradients that were there before the iteration's first backward pass, and their copies.
+    _gradients_before: Sequence[tuple[torch.nn.Parameter, Tensor]] = ()
 
     @property
     def num_processes(self) -> int:
@@ -58,6 +63,35 @@ class Engine(PlannedEvaluation):
         """
         return [self._gradient(parameter) is None for parameter in parameters]
 
+    def abandon_pass(self) -> None:
+        """Get ready for further forward and backward passes after one that raised."""
+
+    def keep_gradients(self) -> None:
+        """Take note of gradients that are there before an iteration's first backward pass.
+
+        None, unless the user's `optimizer_zero_grad` leaves some, or zeros.
+        """
+        assert self.lightning_module is not None
+        self._gradients_before = [
+            (parameter, parameter.grad.detach().clone())
+            for parameter in self.lightning_module.parameters()
+            if parameter.grad is not None
+        ]
+
+    def discard_gradients(self) -> None:
+        """Make gradients as they were at `keep_gradients`."""
+        assert self.lightning_module is not None
+        for parameter in self.lightning_module.parameters():
+            parameter.grad = None
+        for parameter, gradient in self._gradients_before:
+            parameter.grad = gradient.clone()
+
+    def missing_gradient_bytes(self) -> int:
+        """Bytes of gradients that do not exist yet."""
+        assert self.lightning_module is not None
+        parameters = (p for p in self.lightning_module.parameters() if p.requires_grad)
+        return num_bytes(p for p in parameters if self._gradient(p) is None)
+
     def _reduce_gradients(self) -> None:
         """Reduce the accumulated gradients of all ranks, or ready them for the engine's step."""
         raise NotImplementedError
@@ -73,6 +107,19 @@ class Engine(PlannedEvaluation):
         with self._profiled("[DCP]micro_batch_backward"):
             super().backward(loss, self._optimizer_in_backward, **self._backward_kwargs())
 
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with saying_where(self._where_stepped):
+            return super().optimizer_step(*args, **kwargs)
+
+    def _where_stepped(self) -> str:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        return (
+            "in the optimizer step, the reduction of gradients or a hook around them, at"
+            f" global_step={trainer.global_step} of epoch {trainer.current_epoch}"
+        )
+
     def move_micro_batch(self, batch: Any) -> Any:
         """Move one micro-batch to this rank's device."""
         assert self.lightning_module is not None
@@ -86,6 +133,13 @@ class Engine(PlannedEvaluation):
         if dist.is_initialized():
             dist.all_reduce(total)
         return float(total)
+
+    def sums_over_ranks(self, values: Sequence[float]) -> list[float]:
+        """Sums of numbers over all ranks, each for itself; one collective."""
+        totals = torch.tensor(values, dtype=torch.float64, device=self.root_device)
+        if dist.is_initialized():
+            dist.all_reduce(totals)
+        return [float(total) for total in totals.tolist()]
 
     def _profiled(self, action: str) -> AbstractContextManager[Any]:
         """Lightning's profiler times what runs under this, as `action`."""

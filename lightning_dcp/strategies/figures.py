@@ -19,6 +19,7 @@ _NAMES = (
     "overhead_s",
     "has_written",
     "lacks_gradients",
+    "ran_out_of_memory",
 )
 
 
@@ -35,6 +36,7 @@ class RankFigures:
         overhead_s: seconds between the last exchange and the iteration's beginning.
         has_written: whether `training_step` wrote to parameters.
         lacks_gradients: whether some trainable parameter has no gradient.
+        ran_out_of_memory: whether a micro-batch did, so that the iteration is lost.
         counts: what Lightning's throughput monitor counts.
         shared_losses: () each, of the micro-batches that it shared with others, in plan order.
     """
@@ -47,6 +49,7 @@ class RankFigures:
     overhead_s: float
     has_written: bool
     lacks_gradients: bool
+    ran_out_of_memory: bool
     counts: Sequence[float]
     shared_losses: Sequence[Tensor]
 

@@ -244,6 +244,19 @@ class DCPFSDPStrategy(DCPStrategyMixin, PlainShardedCheckpoints):
         return [gradient is None for gradient in self._sharded.gradients(parameters)]
 
     @override
+    def abandon_pass(self) -> None:
+        assert self._sharded is not None
+        self._sharded.abandon_pass()
+
+    @override
+    def keep_gradients(self) -> None:
+        pass  # whole parameters have none before the first backward pass
+
+    @override
+    def discard_gradients(self) -> None:
+        pass  # the next iteration, or the same again, begins without
+
+    @override
     def _reduce_gradients(self) -> None:
         assert self._sharded is not None
         stepped = (p for o in self.optimizers for group in o.param_groups for p in group["params"])

@@ -54,6 +54,12 @@ class _Entry:
     share: float  # 1/p
     weight: float | None  # of a mean: elements (or batch_size) of the micro-batch, times share
     wide: bool  # whether it was logged in float64
+    of_nothing: bool = False  # whether no element of the micro-batch bears loss
+
+    @property
+    def counts(self) -> bool:
+        """Not so the mean over nothing, NaN, whatever weight was given with it."""
+        return not (self.of_nothing and bool(self.value.isnan()))
 
 
 class IterationLogs:
@@ -93,6 +99,8 @@ class IterationLogs:
         self._weight: float | None = None
         #: Logged in the running micro-batch before its elements were counted.
         self._unsettled: list[_Entry] = []
+        #: All that was logged in the running micro-batch.
+        self._running: list[_Entry] = []
         self._rank_weight = 1.0
         #: What part of the running micro-batch a `batch_size` given with a value stands for.
         self._fraction = 1.0
@@ -115,6 +123,7 @@ class IterationLogs:
         """
         self._inside, self.share, self._weight = True, share, None
         self._fraction = share
+        self._running.clear()
 
     def start_slice(self, *, fraction: float) -> None:
         """Say that this rank's part of the micro-batch that was taken up is a slice of its own.
@@ -136,6 +145,8 @@ class IterationLogs:
         for entry in self._unsettled:
             entry.weight = weight * entry.share
         self._unsettled.clear()
+        for entry in self._running:
+            entry.of_nothing = weight == 0
 
     def finish_micro_batch(self) -> None:
         """Leave the micro-batch, after its backward pass."""
@@ -207,13 +218,19 @@ class IterationLogs:
         )
         if entry.weight is None:
             self._unsettled.append(entry)
+        if in_micro_batch:
+            self._running.append(entry)
         self._values.setdefault(key, []).append(entry)
 
-    def reduce_and_file(self, extra: Tensor) -> Tensor:
+    def reduce_and_file(
+        self, extra: Tensor, is_lost: Callable[[Tensor], bool] = lambda _: False
+    ) -> Tensor:
         """Exchange with all ranks, file the reduced values, and forget them. A collective.
 
         Args:
             extra: (E,) float64 values of this rank that travel along.
+            is_lost: whether an iteration with these (W, E) values counts for nothing; then no value
+                is filed.
 
         Returns:
             (W, E): `extra` of every rank.
@@ -221,6 +238,8 @@ class IterationLogs:
         extras, logged = self._ranks.gather(
             [*self._values, *self._metrics], self._contribution, extra
         )
+        if is_lost(extras):
+            logged = []
         for key, values, weights, flags in logged:
             total, flagged = float(weights.sum()), bool((flags > 0).any())
             value = None
@@ -243,6 +262,7 @@ class IterationLogs:
         self._values.clear()
         self._metrics.clear()
         self._unsettled.clear()
+        self._running.clear()
         self._inside = False
 
     def _contribution(self, key: LogKey) -> Contribution:
@@ -251,7 +271,7 @@ class IterationLogs:
         The flag of a value says that it was logged in float64, that of a metric object that it was
         logged at all.
         """
-        entries = self._values.get(key, [])
+        entries = [entry for entry in self._values.get(key, []) if entry.counts]
         mean, is_metric = key.reduce in _MEANS, key.reduce == "metric"
         return Contribution(
             value=_local(key.reduce, entries),

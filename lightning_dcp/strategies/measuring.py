@@ -26,6 +26,7 @@ from lightning_dcp.data.packing import PackingCollate, unpacked
 from lightning_dcp.parallel.huggingface import attention_names
 from lightning_dcp.parallel.kernels import kernel_name
 from lightning_dcp.parallel.segments import pack
+from lightning_dcp.parallel.signature import BlockSignature
 from lightning_dcp.profiling.cache import ProfileCache, load_or_measure
 from lightning_dcp.profiling.fingerprint import profile_fingerprint
 from lightning_dcp.profiling.packing_check import PackingMismatch
@@ -207,6 +208,7 @@ class CostMeasurer:
             cache=ProfileCache(options.cache_dir) if options.cache else None,
             gather=gather_objects,
             is_writer=self._topology.rank == 0,
+            check=partial(self._check_is_of_this_run, fixed=fixed),
         )
         self._runtime.load_observations(profile)
         if was_cached:
@@ -222,6 +224,34 @@ class CostMeasurer:
             for path, reason in self._runtime.whole_stacks(sp_size).items():
                 rank_zero_info(f"DCP: at SP size {sp_size} each rank runs all of {path}: {reason}")
         return profile, was_cached
+
+    def _check_is_of_this_run(self, profile: CostProfile, fixed: int) -> None:
+        """Of what the fingerprint says already, what plans and memory depend on.
+
+        Raises:
+            ValueError: if it cannot have been measured here.
+        """
+        runtime, world_size = self._runtime, self._topology.world_size
+        largest = max(m.sp_size for m in profile.measurements)
+        if largest > world_size:
+            raise ValueError(f"it has SP size {largest}, but there are {world_size} ranks")
+        if profile.num_blocks > runtime.num_blocks or (
+            not profile.stacks and profile.num_blocks != runtime.num_blocks
+        ):
+            raise ValueError(
+                f"it is of {profile.num_blocks} blocks, and the model has {runtime.num_blocks}"
+            )
+        if profile.fixed_bytes < fixed:
+            raise ValueError(
+                f"it counts {profile.fixed_bytes} bytes of parameters, gradients and optimizer"
+                f" state, and there are {fixed}"
+            )
+        for text in (profile.signature, *(stack.signature for stack in profile.stacks)):
+            if text is not None:
+                try:
+                    BlockSignature.from_json(text)
+                except (TypeError, KeyError, AttributeError) as error:
+                    raise ValueError(f"its signature is damaged: {error}") from error
 
     def _measure(
         self,

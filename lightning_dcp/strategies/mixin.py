@@ -31,12 +31,14 @@ from lightning_dcp.parallel.blocks import find_stacks
 from lightning_dcp.parallel.huggingface import PreparedModels, prepare_models
 from lightning_dcp.parallel.rng import generators_of
 from lightning_dcp.parallel.runtime import BlockRuntime
-from lightning_dcp.parallel.topology import Topology
+from lightning_dcp.parallel.topology import GroupCosts, Topology
 from lightning_dcp.planning.report import IterationReport
+from lightning_dcp.profiling.byte_limit import ByteLimit
 from lightning_dcp.profiling.memory_meter import MemoryMeter
 from lightning_dcp.strategies._lightning_compat import training as compat
-from lightning_dcp.strategies._lightning_compat.decisions import AgreedDecisions
+from lightning_dcp.strategies._lightning_compat.decisions import AgreedDecisions, AgreedEnd
 from lightning_dcp.strategies._lightning_compat.throughput import IterationThroughput
+from lightning_dcp.strategies.adaptation import Adaptation
 from lightning_dcp.strategies.agreement import (
     collectively,
     gather_objects,
@@ -66,14 +68,20 @@ from lightning_dcp.strategies.iteration import IterationRunner
 from lightning_dcp.strategies.iteration_logs import IterationLogs
 from lightning_dcp.strategies.measuring import compute_dtype
 from lightning_dcp.strategies.metric_objects import metrics_of, unequal_lists_gathered
+from lightning_dcp.strategies.node_layout import create_groups, gathered_layout
 from lightning_dcp.strategies.own_inputs import step_inputs
-from lightning_dcp.strategies.preparation import Preparation, TrainPreparer
+from lightning_dcp.strategies.preparation import Preparation, TrainPreparer, memory_limit
 from lightning_dcp.strategies.process_exit import destroy_groups_at_exit
+from lightning_dcp.strategies.repeating import Repeater
+from lightning_dcp.strategies.replanning import Replanner
 from lightning_dcp.strategies.replicas import (
     num_shared,
     refuse_unequal_losses,
     tolerance_of,
 )
+from lightning_dcp.strategies.watch.plan_hash import sum_if_same_plan
+from lightning_dcp.strategies.watch.same_set_up import check_same_optimizers, check_same_set_up
+from lightning_dcp.strategies.watch.strategy import WatchedStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,13 +92,14 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from lightning_dcp.data.sampler import PlanSampler
+    from lightning_dcp.data.streams import StreamPlans
     from lightning_dcp.planning.plan import Plan
     from lightning_dcp.planning.planner import EpochPlanner
     from lightning_dcp.profiling.cost_profile import CostProfile
     from lightning_dcp.strategies.settings import DCPSettings
 
 
-class DCPStrategyMixin(Engine):
+class DCPStrategyMixin(Engine, WatchedStrategy):
     """Plan-driven training, mixed into one of Lightning's strategies (before it)."""
 
     settings: DCPSettings
@@ -103,8 +112,11 @@ class DCPStrategyMixin(Engine):
     _patches: compat.TrainerPatches | None = None
     _runner: IterationRunner | None = None
     _logs: IterationLogs | None = None
+    _repeater: Repeater | None = None
+    _limit: ByteLimit | None = None
     _throughput: IterationThroughput | None = None
-    _decisions: AgreedDecisions | None = None
+    _decisions: AgreedEnd | None = None
+    _adaptation: Adaptation | None = None
     _metrics_patch: ExitStack | None = None
     _prepared_models: PreparedModels | None = None
     _iteration_loss: Tensor | None = None
@@ -130,7 +142,13 @@ class DCPStrategyMixin(Engine):
     @property
     @override
     def train_sampler(self) -> PlanSampler | None:
-        return None if self._preparation is None else self._preparation.sampler
+        preparation = self._preparation
+        return None if preparation is None or preparation.stream else preparation.sampler
+
+    @property
+    @override
+    def train_stream(self) -> StreamPlans | None:
+        return None if self._preparation is None else self._preparation.stream
 
     @property
     @override
@@ -144,6 +162,7 @@ class DCPStrategyMixin(Engine):
         self._refuse_misuse()
         destroy_groups_at_exit()
         super().setup_environment()
+        self.start_watch()
 
     def _refuse_misuse(self) -> None:
         """Refuse what cannot work, before processes are connected and anything is loaded."""
@@ -219,6 +238,9 @@ class DCPStrategyMixin(Engine):
             self._topology,
             fixed_evaluation_bytes(pl_module, self._allocated_bytes()) if fixed is None else fixed,
         )
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._decisions = AgreedEnd(trainer, self.sum_over_ranks)
+            evaluation.before_batch = self._decisions.before_batch
         self._throughput = IterationThroughput(trainer)
         self._throughput.whole_over_own = lambda: evaluation.whole_over_own
 
@@ -228,6 +250,7 @@ class DCPStrategyMixin(Engine):
             self.global_rank,
             device_type=self.root_device.type,
             timeout=self._timeout,
+            layout=gathered_layout(self.node_rank),
         )
 
     def _same_on_all_ranks(self, pl_module: L.LightningModule) -> None:
@@ -239,14 +262,15 @@ class DCPStrategyMixin(Engine):
         with one_optimizer(self.strategy_name):
             super().setup_optimizers(trainer)
         check_optimizers(self.optimizers, self.strategy_name)
+        check_same_optimizers(self.optimizers)
 
     def _setup_dcp(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Blocks, groups, train loader, profile, planner: in the order they need each other."""
+        check_same_set_up(self.settings, trainer, pl_module)
         stacks = collectively(
             "Finding the model's blocks", lambda: find_stacks(pl_module, self.settings.blocks)
         )
-        self._topology = self._make_topology()
-        self._topology.create_groups()
+        self._topology = topology = self._make_topology()
         self._runtime = BlockRuntime(
             stacks,
             self._topology,
@@ -261,8 +285,12 @@ class DCPStrategyMixin(Engine):
         self._preparer = preparer
 
         def prepare_train_loader(dataloader: DataLoader[Any]) -> DataLoader[Any]:
-            self._preparation = preparer.prepare(dataloader)
-            return self._preparation.loader
+            preparation = preparer.prepare(dataloader)
+            create_groups(topology, preparation.planner.sp_sizes)
+            if self._replanner is not None:
+                preparation = self._replanner.carried_over(preparation)
+            self._preparation = preparation
+            return preparation.loader
 
         self._patches = compat.TrainerPatches(
             trainer,
@@ -275,6 +303,7 @@ class DCPStrategyMixin(Engine):
         trainer.fit_loop.setup_data()
         if self._preparation is None:  # limit_train_batches=0, or no training_step
             return
+        self._replanner = Replanner(self, trainer)
         results = self._patches.results
         self._logs = IterationLogs(
             file_value=partial(compat.file_reduced_value, trainer, results),
@@ -288,6 +317,23 @@ class DCPStrategyMixin(Engine):
         self._loss_tolerance = tolerance_of(compute_dtype(self, pl_module))
         self._decisions = AgreedDecisions(trainer, self.sum_over_ranks)
         fixed = preparer.fixed_bytes
+        reliability = self.settings.reliability
+        self._repeater = Repeater(
+            self,
+            pl_module,
+            num_blocks=self._runtime.num_blocks,
+            recovers=reliability.recover_from_oom,
+        )
+        self._adaptation = Adaptation(
+            self,
+            trainer,
+            reliability,
+            rank_at=self._rank_at,
+            rank=self.global_rank,
+            device=self.root_device,
+        )
+        if reliability.enforce_memory_limit:
+            self._limit = ByteLimit(self.root_device, memory_limit(self), fixed)
         self._runner = IterationRunner(
             self,
             memory=MemoryMeter(pl_module, self._runtime.blocks, self.root_device, fixed),
@@ -300,10 +346,12 @@ class DCPStrategyMixin(Engine):
             ignore_index=self.settings.ignore_index,
             backend_averages=self.world_size,
             seed=self.seed,
-            rank=self.global_rank,
+            rank=self._topology.rank,
             device=self.root_device,
             hooks_change_batches=compat.has_transfer_hooks(trainer, pl_module),
             own_losses=None if self._prepared_models is None else self._prepared_models.losses,
+            shortages=self._repeater.shortages,
+            limit=self._limit,
         )
 
     @property
@@ -324,6 +372,10 @@ class DCPStrategyMixin(Engine):
             self._throughput.remove()
         if self._decisions is not None:
             self._decisions.remove()
+        if self._repeater is not None:
+            self._repeater.close()
+        if self._limit is not None:
+            self._limit.remove()
         if self._runtime is not None:
             self._runtime.detach()
         if self._prepared_models is not None:
@@ -336,6 +388,7 @@ class DCPStrategyMixin(Engine):
             self._metrics_patch = None
         self._runner = self._logs = self._patches = self._runtime = self._topology = None
         self._throughput = self._decisions = None
+        self._repeater = self._limit = self._adaptation = None
         self._preparer = None
         self._exchanged_s = None
         self._written = False
@@ -366,11 +419,15 @@ class DCPStrategyMixin(Engine):
                     f"The train loader delivered a batch planned for epoch {batch.epoch} in epoch"
                     f" {epoch}. Call `set_epoch` of its sampler, or leave the sampler to Lightning."
                 )
-            self._runner.start(self._plan_of(batch), batch)
+            plan = self._plan_of(batch)
+            self.watch.at("start", plan)
+            self._runner.start(plan, batch)
+            assert self._repeater is not None
+            self._repeater.begin_iteration(batch)
 
     def _plan_of(self, batch: IterationBatch) -> Plan:
         assert self._preparation is not None
-        return self._preparation.sampler.plan(batch.epoch, batch.iteration)
+        return self._preparation.plan_of(batch)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -384,22 +441,33 @@ class DCPStrategyMixin(Engine):
     ) -> Tensor:
         if self._runner is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        assert self.lightning_module is not None
+        assert self.lightning_module is not None and self._repeater is not None
         self._optimizer_in_backward = optimizer
         with compat.logging_as_training_step(self.lightning_module):
-            self._runner.drain(closure_loss)
-            self._finish_iteration()
+            self._repeater.begin_backward()
+            self._runner.drain()
+            while not self._finish_iteration():
+                self._repeater.repeat()
+            self._repeater.end_iteration()
+            if self._adaptation is not None and self._runner.state is not None:
+                self._adaptation.end_iteration(self._runner.state)
         return closure_loss
 
-    def _finish_iteration(self) -> None:
-        """Exchange what was logged and measured, rescale where N changed, reduce the gradients."""
+    def _finish_iteration(self) -> bool:
+        """Exchange what was logged and measured, rescale where N changed, reduce the gradients.
+
+        Returns:
+            Whether the iteration counts; False on all ranks where one has run out of memory.
+        """
         assert self._runner is not None and self._logs is not None
         assert self.lightning_module is not None and self._throughput is not None
+        assert self._repeater is not None
         state = self._runner.state
         assert state is not None
         trainable = [p for p in self.lightning_module.parameters() if p.requires_grad]
         without_gradient = self._without_gradient(trainable)
         counts = self._throughput.counts
+        self.watch.at("exchange of logs and figures, reduction of gradients", state.plan)
         own = RankFigures(
             targets=state.targets,
             loss_sum=state.loss_sum,
@@ -409,16 +477,27 @@ class DCPStrategyMixin(Engine):
             overhead_s=self._overhead_s,
             has_written=self._written,
             lacks_gradients=any(without_gradient),
+            ran_out_of_memory=bool(self._repeater.shortages.found),
             counts=counts,
             shared_losses=state.shared_losses,
         )
-        rows = self._logs.reduce_and_file(own.packed(num_shared(state.plan), self.root_device))
+
+        def is_lost(rows: Tensor) -> bool:
+            return bool(AllFigures(rows, len(counts)).of("ran_out_of_memory").any())
+
+        rows = self._logs.reduce_and_file(
+            own.packed(num_shared(state.plan), self.root_device), is_lost
+        )
         figures = AllFigures(rows, num_counts=len(counts))
         self._throughput.finish_iteration(figures.counts)
         self._written = False
         refuse_written_parameters(figures.of("has_written").tolist(), self.strategy_name)
+        if is_lost(rows):
+            return False
         if self.settings.shard == "blocks":  # else each rank's loss is that of its slice
-            refuse_unequal_losses(state.plan, figures.shared_losses, self._loss_tolerance)
+            refuse_unequal_losses(
+                state.plan, figures.shared_losses, self._loss_tolerance, self._rank_at
+            )
         # Where one rank has used every parameter, none is left to ask for.
         all_lack = bool(figures.of("lacks_gradients").all())
         unused = used_nowhere(without_gradient, self.root_device) if all_lack else []
@@ -430,14 +509,39 @@ class DCPStrategyMixin(Engine):
             scale([self._gradient(p) for p in self.lightning_module.parameters()], factor)
         self._reduce_gradients()
         self._forget_gradients(unused)
+        self.watch.at("optimizer step", state.plan)
         self.last_report = IterationReport(
             plan=state.plan,
-            busy_s=tuple(figures.of("busy_s").tolist()),
+            busy_s=self._by_place(figures.of("busy_s")),
             wall_s=float(figures.of("wall_s").max() + figures.of("overhead_s").max()),
-            peak_bytes=tuple(int(b) for b in figures.of("peak_bytes").tolist()),
+            peak_bytes=tuple(int(b) for b in self._by_place(figures.of("peak_bytes"))),
             loss=float(self._iteration_loss),
             num_targets=targets,
+            slowness=None if self._adaptation is None else self._adaptation.slowness,
         )
+        return True
+
+    @property
+    def group_costs(self) -> GroupCosts | None:
+        """What this rank's SP groups took to make, and take on GPUs; None before `setup`."""
+        return None if self._topology is None else self._topology.costs
+
+    @property
+    def place(self) -> int:
+        """This rank's place in the plans."""
+        assert self._topology is not None
+        return self._topology.rank
+
+    @property
+    def _rank_at(self) -> Sequence[int]:
+        """The rank at each place of the plans."""
+        assert self._topology is not None
+        return self._topology.layout.ranks
+
+    def _by_place(self, of_ranks: Tensor) -> tuple[float, ...]:
+        """One figure of each rank, in the order of the plans."""
+        values = of_ranks.tolist()
+        return tuple(values[rank] for rank in self._rank_at)
 
     def _forget_gradients(self, indices: Sequence[int]) -> None:
         """Take the zeros away that unused parameters were reduced with.
@@ -456,12 +560,36 @@ class DCPStrategyMixin(Engine):
     def forward_micro_batch(self, batch: Any, *rest: Any) -> Any:
         """Run the user's `training_step` on one micro-batch."""
         assert self._runner is not None and self._throughput is not None
+        self._at_micro_batch("forward pass")
         self._throughput.count(self._runner.whole_batch, self._runner.whole_share)
         before = self._versions()
         with self._profiled("[DCP]micro_batch_forward"):
             output = self._forward_training_step(batch, *rest)
         self._written = self._written or self._versions() != before
         return output
+
+    @override
+    def backward_micro_batch(self, loss: Tensor) -> None:
+        self._at_micro_batch("backward pass")
+        super().backward_micro_batch(loss)
+
+    def _at_micro_batch(self, what: str) -> None:
+        state = None if self._runner is None else self._runner.state
+        if state is not None:
+            mine = state.plan.indices_for_rank(self.place)
+            self.watch.at(what, state.plan, mine.index(state.index), self.place)
+
+    def sum_if_same_plan(self, value: float, plan: Plan) -> float:
+        """Sum over all ranks of one number, if all of them are about to run the same plan."""
+        planner = self.planner
+        return sum_if_same_plan(
+            value,
+            plan,
+            seed=self.seed,
+            world_size=self.world_size,
+            sum_over_ranks=self.sums_over_ranks,
+            inputs=lambda: {} if planner is None else planner.inputs,
+        )
 
     def _versions(self) -> int:
         """Changes whenever a parameter is written to."""

@@ -16,11 +16,15 @@ from lightning_dcp.data.datamodule import MicroBatchMaker
 from lightning_dcp.data.loader import LoaderSpec
 from lightning_dcp.data.packing import PackedBatch, PackingCollate, find_layout
 from lightning_dcp.data.samples import fetch_samples
+from lightning_dcp.parallel.targets import count_targets
 from lightning_dcp.profiling.packing_check import check_packing, samples_to_check
 from lightning_dcp.profiling.trial import Step
 from lightning_dcp.strategies.agreement import collectively, gather_objects
 
 Move = Callable[[Any], Any]
+
+#: Until two samples have a label between them.
+_TRIED_PAIRS = 8
 
 
 def packing_collate(
@@ -50,11 +54,10 @@ def packing_collate(
         MisconfigurationException: samples that cannot be packed, or a model that computes something
             else from packed samples than from padded ones.
     """
-    ids = samples_to_check(lengths.tolist())
     hook = getattr(datamodule, "pack_samples", None)
 
     def look() -> tuple[list[Any], PackingCollate]:
-        samples = fetch_samples(spec.dataset, ids)
+        ids, samples = _labelled_pair(spec, lengths, ignore_index)
         if hook is not None and hook(copy.deepcopy(samples)) is not NotImplemented:
             return samples, PackingCollate(None, hook, ignore_index=ignore_index)
         layout = find_layout(samples, [int(lengths[i]) for i in ids])
@@ -76,6 +79,28 @@ def packing_collate(
             gather=gather_objects,
         )
     return replace(collate, mark_borders=mark_borders)
+
+
+def _labelled_pair(
+    spec: LoaderSpec, lengths: npt.NDArray[np.int64], ignore_index: int
+) -> tuple[tuple[int, int], list[Any]]:
+    """Two samples, by number and as they are; others where no label of theirs bears loss."""
+    left = list(range(len(lengths)))
+    first: tuple[tuple[int, int], list[Any]] | None = None
+    for _ in range(_TRIED_PAIRS):
+        pair = tuple(left[i] for i in samples_to_check(lengths[left].tolist()))
+        samples = fetch_samples(spec.dataset, pair)
+        found = (pair[0], pair[1]), samples
+        # Of a loss that is NaN nothing can be compared.
+        batch = spec.collate_fn(copy.deepcopy(samples))
+        if count_targets(batch, ignore_index=ignore_index) != 0:
+            return found
+        first = found if first is None else first
+        left = [i for i in left if i not in pair]
+        if not left:
+            break
+    assert first is not None
+    return first
 
 
 def packed_batches(

@@ -20,7 +20,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_dcp.data.lengths import resolve_lengths
 from lightning_dcp.data.loader import LoaderSpec, build_plan_loader, read_loader
 from lightning_dcp.data.sampler import PlanSampler, distributed_order
+from lightning_dcp.data.streams import StreamLoader, StreamPlans, is_stream, read_stream_loader
+from lightning_dcp.data.streams.loader import with_examples
 from lightning_dcp.planning.planner import EpochPlanner
+from lightning_dcp.planning.stream import StreamPlanner
 from lightning_dcp.strategies._lightning_compat import training as compat
 from lightning_dcp.strategies.agreement import (
     check_same_on_all_ranks,
@@ -30,13 +33,17 @@ from lightning_dcp.strategies.agreement import (
 from lightning_dcp.strategies.checks import check_memory_limit
 from lightning_dcp.strategies.gradients import num_bytes
 from lightning_dcp.strategies.measuring import CostMeasurer, PreparingStrategy
+from lightning_dcp.strategies.streams import make_exchange, open_stream
 
 if TYPE_CHECKING:
     import lightning as L
     from torch.utils.data import DataLoader
 
+    from lightning_dcp.data.batch import IterationBatch
+    from lightning_dcp.data.streams.exchange import Exchange
     from lightning_dcp.parallel.runtime import BlockRuntime
     from lightning_dcp.parallel.topology import Topology
+    from lightning_dcp.planning.plan import Plan
     from lightning_dcp.profiling.cost_profile import CostProfile
 
 #: Share of the device's memory that plans may use where the user sets no limit: the rest is for the
@@ -66,6 +73,16 @@ class Preparation:
         assert isinstance(self.loader.sampler, PlanSampler)
         return self.loader.sampler
 
+    @property
+    def stream(self) -> StreamPlans | None:
+        """What stands for the sampler where the data set is iterable-style."""
+        plans = self.loader.sampler
+        return plans if isinstance(plans, StreamPlans) else None
+
+    def plan_of(self, batch: IterationBatch) -> Plan:
+        """The plan by which a batch was made."""
+        return (self.stream or self.sampler).plan_of(batch)
+
 
 class TrainPreparer:
     """Turns the user's train loader into a plan-driven one; the cost profile is made once."""
@@ -85,6 +102,8 @@ class TrainPreparer:
         self._topology = topology
         self._measurer = CostMeasurer(strategy, trainer, pl_module, runtime, topology)
         self._profile: tuple[CostProfile, bool] | None = None
+        self._exchange: Exchange | None = None
+        self._stream: StreamPlans | None = None
         #: Bytes per rank that stay: parameters, gradients, optimizer state, buffers.
         self.fixed_bytes = max(gather_objects(strategy.fixed_bytes(pl_module)))
 
@@ -96,6 +115,8 @@ class TrainPreparer:
                 size.
             ValueError, TypeError: what `read_loader`, `resolve_lengths` and the planner refuse.
         """
+        if is_stream(dataloader):
+            return self._prepare_stream(dataloader)
         planning = self._strategy.settings.planning
         spec, lengths = collectively(
             "Reading the train loader and its lengths", partial(self._read, dataloader)
@@ -140,6 +161,7 @@ class TrainPreparer:
                 shuffle=shuffle,
                 sp_size_exclusions=profile.sp_size_exclusions,
                 sample_order=order,
+                layout=self._topology.layout,
             ),
         )
         check_same_on_all_ranks(
@@ -159,6 +181,83 @@ class TrainPreparer:
                 epoch=self._trainer.current_epoch,
                 packing=packing,
             ),
+        )
+        return Preparation(
+            planner=planner, cost_profile=profile, loader=loader, profile_was_cached=was_cached
+        )
+
+    def _prepare_stream(self, dataloader: DataLoader[Any]) -> Preparation:
+        """As `prepare`, from the first samples of an iterable-style data set."""
+        options = self._strategy.settings.planning
+        spec = collectively("Reading the train loader", lambda: read_stream_loader(dataloader))
+        if self._stream is not None:
+            self._stream.close()
+        if self._exchange is None:
+            self._exchange = make_exchange(self._topology)
+        self._stream, first = open_stream(
+            dataloader,
+            spec,
+            self._exchange,
+            datamodule=self._datamodule,
+            options=options,
+            seed=self._strategy.seed,
+            epoch=self._trainer.current_epoch,
+        )
+        plans = self._stream
+        limit = memory_limit(self._strategy)
+        check_memory_limit(limit, self.fixed_bytes)
+        examples = plans.examples()
+        example_spec = with_examples(spec, examples)
+        packing = None
+        if options.packing:
+            packing = self._measurer.packing_collate(
+                example_spec, examples.lengths, self._datamodule
+            )
+        if self._profile is None:
+            self._profile = self._measurer.profile(
+                example_spec, examples.lengths, limit, self.fixed_bytes, self._datamodule
+            )
+        profile, was_cached = self._profile
+        profile = replace(profile, fixed_bytes=self.fixed_bytes)
+        tokens = options.tokens_per_step
+        if tokens is None:
+            mean = float(first.mean())
+            tokens = max(1, round(spec.batch_size * self._topology.world_size * mean))
+
+        def plan() -> StreamPlanner:
+            # What is too long is dealt with sample by sample, as they come.
+            changed = replace(options, on_too_long="truncate")
+            if options.policy != "global-batch":
+                changed = replace(changed, tokens_per_step=tokens)
+            planner = EpochPlanner(
+                lengths=plans.reference(),
+                cost_model=profile.cost_model(),
+                world_size=self._topology.world_size,
+                options=changed,
+                batch_size=spec.batch_size,
+                memory_limit_bytes=limit,
+                seed=self._strategy.seed,
+                shuffle=False,
+                sp_size_exclusions=profile.sp_size_exclusions,
+                dataset_name=type(spec.dataset).__name__,
+                layout=self._topology.layout,
+            )
+            planner.of_stream = True
+            return StreamPlanner(planner, on_too_long=options.on_too_long, tokens_per_step=tokens)
+
+        plans.planner = collectively("Planning", plan)
+        planner = plans.planner.planner
+        check_same_on_all_ranks(
+            "the training plan",
+            planner.inputs,
+            "Start every rank with the same code, data, options and libraries.",
+        )
+        loader: Any = StreamLoader(
+            dataloader,
+            plans,
+            packing or spec.collate_fn,
+            truncate=getattr(self._datamodule, "truncate_sample", None),
+            seed=self._strategy.seed,
         )
         return Preparation(
             planner=planner, cost_profile=profile, loader=loader, profile_was_cached=was_cached

@@ -34,13 +34,16 @@ def num_shared(plan: Plan) -> int:
     return max(sum(m.sp_size > 1 for m in plan.for_rank(rank)) for rank in range(plan.world_size))
 
 
-def refuse_unequal_losses(plan: Plan, losses: Tensor, tolerance: float) -> None:
+def refuse_unequal_losses(
+    plan: Plan, losses: Tensor, tolerance: float, rank_at: Sequence[int] | None = None
+) -> None:
     """Compare the losses of all micro-batches that several ranks ran together.
 
     Args:
         plan: of the iteration.
         losses: (W, K) of each rank's micro-batches with p > 1, in the order of the plan.
         tolerance: relative.
+        rank_at: (W,) the rank at each place of the plan; None: places are ranks.
 
     Raises:
         RuntimeError: where they differ; all ranks see the same numbers and raise alike.
@@ -50,7 +53,8 @@ def refuse_unequal_losses(plan: Plan, losses: Tensor, tolerance: float) -> None:
     for index, micro_batch in enumerate(plan.micro_batches):
         if micro_batch.sp_size == 1:
             continue
-        ranks = range(micro_batch.first_rank, micro_batch.first_rank + micro_batch.sp_size)
+        places = micro_batch.ranks
+        ranks = places if rank_at is None else rank_at[places.start : places.stop]
         found = []
         for rank in ranks:
             found.append(rows[rank][used[rank]])
@@ -75,4 +79,6 @@ def refuse_unequal_losses(plan: Plan, losses: Tensor, tolerance: float) -> None:
 def _same(first: float, other: float, tolerance: float) -> bool:
     if math.isnan(first) or math.isnan(other):
         return math.isnan(first) and math.isnan(other)
-    return first == other or abs(first - other) <= tolerance * max(abs(first), abs(other))
+    if math.isinf(first) or math.isinf(other):  # infinity is within any part of itself
+        return first == other
+    return abs(first - other) <= tolerance * max(abs(first), abs(other))

@@ -104,6 +104,9 @@ def _check_types(values: Mapping[str, object]) -> None:
     _check_kind("reliability", values["reliability"], ReliabilityOptions)
     _check_kind("self_check", values["self_check"], bool)
     _check_kind("ignore_index", values["ignore_index"], int)
+    ignored = values["ignore_index"]
+    if not (isinstance(ignored, int) and -(2**63) <= ignored < 2**63):
+        raise ValueError(f"ignore_index={ignored!r}: labels are 64-bit integers.")
     blocks = values["blocks"]
     paths = blocks if isinstance(blocks, list | tuple) else [blocks]
     if blocks is not None and not (paths and all(isinstance(path, str) for path in paths)):

@@ -17,6 +17,10 @@ private name                               why
 ``FSDPState._pre_forward_hook_handle``,     hooks of the user's on the LightningModule expect the
 ``._post_forward_hook_handle``              arguments of its forward: only those two are called
 ``FSDPParamGroup.gradient_divide_factor``  a user's own divisor would undo the weights of losses
+``FSDPState._state_ctx``, ``._training_state``, a pass that ran out of memory has left them as they
+``._modules_to_run_forward``, ``._comm_ctx``,   are in the middle of one; torch's own
+``FSDPParamGroup._training_state``,         ``reset_iter_state`` lets the parameters go as well,
+``._post_forward_indices``                  which others do not gather again
 ``FSDPParam.unsharded_param``,             gradients under a `MixedPrecisionPolicy` with a
 ``.unsharded_accumulated_grad``,           `reduce_dtype` of its own accumulate apart from `grad`
 ``.accumulate_unsharded_grad_if_needed``
@@ -34,6 +38,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from lightning_dcp.strategies.agreement import same_tensors_on_all_ranks
@@ -156,6 +161,8 @@ class ShardedModule:
             yield
         finally:
             self._inside_whole = False
+            # A measured pass that raised has left its mark, by which `reshard` would do nothing.
+            self.abandon_pass()
             self.reshard()
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
@@ -194,6 +201,20 @@ class ShardedModule:
             self._root.set_requires_gradient_sync(False)
             self._root.set_reshard_after_backward(False)
         self.reshard()
+
+    def abandon_pass(self) -> None:
+        """Become as between passes, parameters whole, after one that raised. No collective."""
+        state: Any = self._root._get_fsdp_state()
+        state._comm_ctx.post_forward_order.clear()
+        for part in self._parts:
+            state_of_part: Any = part._get_fsdp_state()
+            state_of_part._modules_to_run_forward.clear()
+            state_of_part._training_state = TrainingState.IDLE
+        for group in self._groups():
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
 
     def reset(self) -> None:
         """Become as between iterations, also after a pass that raised."""

@@ -1,12 +1,15 @@
 """The private names of Lightning by which ranks take decisions alone that all must take alike.
 
-NOTE [SIGTERM on several ranks]
-    Lightning 2.6.6 starts a broadcast inside the signal handler. The signal arrives at each rank
-    somewhere else, so that the broadcast of one meets another collective of the next: the run hangs
-    instead of ending, under `ddp` too. And a rank that has noticed the signal leaves at the end of
-    its batch, while one that has not goes on. Here the handler only remembers; before each
-    iteration, where Lightning broadcasts a flag anyway, and at the end of each epoch, all ranks
-    agree, and leave together.
+NOTE [Signals on several ranks]
+    Lightning 2.6.6 starts a broadcast inside the handler of SIGTERM. The signal arrives at each
+    rank somewhere else, so that the broadcast of one meets another collective of the next: the run
+    hangs instead of ending, under `ddp` too. And a rank that has noticed the signal leaves at the
+    end of its batch, while one that has not goes on. SLURM's signal before a job is queued again is
+    worse: its handler saves a checkpoint, in the midst of whatever each rank is doing. Here
+    handlers only remember; before each iteration, where Lightning broadcasts a flag anyway, and at
+    the end of each epoch, all ranks agree: they save together, and leave together. A validation
+    inside `fit` is run to its end: a checkpoint from the midst of it would resume with half of it.
+    Where there is nothing to save (`validate`, `test`, `predict`) they leave before a batch.
 
 ========================================  =====================================================
 private name                              why
@@ -14,6 +17,8 @@ private name                              why
 ``_signal_connector.
 _sigterm_notifier_fn``                    the handler with the broadcast, taken up by Lightning
                                           after `Strategy.setup`
+``_signal_connector.
+_slurm_sigusr_handler_fn``                the handler that saves and queues the job again
 ``epoch_loop._broadcast_sigterm_tensor``  where all ranks are asked before each iteration
 ``fit_loop.on_advance_end``                (public) ends each epoch, and there leaves `fit`
 ``_signal_connector``                     its `received_sigterm` is what loops and callbacks read
@@ -25,25 +30,31 @@ _sigterm_notifier_fn``                    the handler with the broadcast, taken 
 
 from __future__ import annotations
 
+import inspect
 import logging
+import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
 
 if TYPE_CHECKING:
     import lightning as L
 
+#: Above the number of ranks, so that one sum counts both signals.
+_QUEUE_AGAIN = 2**20
+
 _log = logging.getLogger(__name__)
 
 
-class AgreedDecisions:
-    """All ranks end a `fit` before the same iteration, and validate after the same one.
+class AgreedEnd:
+    """All ranks of a `validate`, `test` or `predict` end before the same batch.
 
-    Once any of them has got a SIGTERM, or finds that it is time to validate.
+    Once any of them has got a SIGTERM.
 
     Args:
-        trainer: of the `fit` that begins.
+        trainer: of the run that begins.
         sum_over_ranks: sums one number over all ranks; a collective.
     """
 
@@ -51,9 +62,57 @@ class AgreedDecisions:
         self._trainer = trainer
         self._sum_over_ranks = sum_over_ranks
         self._received = False
-        if trainer.world_size == 1:  # a single process has nobody to agree with
+        if trainer.world_size > 1:  # a single process has nobody to agree with
+            trainer._signal_connector.__dict__["_sigterm_notifier_fn"] = self._remember
+
+    def remove(self) -> None:
+        """Undo everything. Safe to call twice."""
+        self._trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
+
+    def before_batch(self, equal_numbers: bool) -> None:
+        """Before each batch; a collective if `equal_numbers`: all ranks run as many batches."""
+        if self._trainer.world_size == 1:
             return
-        trainer._signal_connector.__dict__["_sigterm_notifier_fn"] = self._remember
+        if equal_numbers:
+            self._agree()
+        elif self._received:
+            self._leave()
+
+    def _remember(self, signum: int, _: Any) -> None:
+        _log.info("[rank: %d] Received SIGTERM: %d", self._trainer.global_rank, signum)
+        launcher = self._trainer.strategy.launcher
+        if not self._received and launcher is not None:
+            launcher.kill(signum)
+        self._received = True
+
+    def _agree(self) -> None:
+        if self._sum_over_ranks(float(self._received)) > 0:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._trainer._signal_connector.received_sigterm = True
+        raise SIGTERMException
+
+
+class AgreedDecisions(AgreedEnd):
+    """All ranks end a `fit` before the same iteration, and validate after the same one.
+
+    Once any of them has got a SIGTERM, or finds that it is time to validate. And they save before
+    the same iteration, once any of them has got SLURM's signal that the job is to be queued again.
+
+    Args:
+        trainer: of the `fit` that begins.
+        sum_over_ranks: sums one number over all ranks; a collective.
+    """
+
+    def __init__(self, trainer: L.Trainer, sum_over_ranks: Callable[[float], float]) -> None:
+        super().__init__(trainer, sum_over_ranks)
+        self._queue_again: int | None = None
+        if trainer.world_size == 1:
+            return
+        signals = trainer._signal_connector
+        self._save_and_queue_again = signals._slurm_sigusr_handler_fn
+        signals.__dict__["_slurm_sigusr_handler_fn"] = self._remember_to_queue_again
         epoch_loop = trainer.fit_loop.epoch_loop
         epoch_loop.__dict__["_broadcast_sigterm_tensor"] = self._agree
         end_epoch = trainer.fit_loop.on_advance_end
@@ -71,21 +130,25 @@ class AgreedDecisions:
 
             epoch_loop.__dict__["_should_check_val_fx"] = should_check_val
 
+    @override
     def remove(self) -> None:
-        """Undo everything. Safe to call twice."""
-        self._trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
+        super().remove()
+        self._trainer._signal_connector.__dict__.pop("_slurm_sigusr_handler_fn", None)
         self._trainer.fit_loop.__dict__.pop("on_advance_end", None)
         for name in ("_broadcast_sigterm_tensor", "_should_check_val_fx"):
             self._trainer.fit_loop.epoch_loop.__dict__.pop(name, None)
 
-    def _remember(self, signum: int, _: Any) -> None:
-        _log.info("[rank: %d] Received SIGTERM: %d", self._trainer.global_rank, signum)
-        launcher = self._trainer.strategy.launcher
-        if not self._received and launcher is not None:
-            launcher.kill(signum)
-        self._received = True
+    def _remember_to_queue_again(self, signum: int, _: Any) -> None:
+        self._queue_again = signum
 
+    @override
     def _agree(self) -> None:
-        if self._sum_over_ranks(float(self._received)) > 0:
-            self._trainer._signal_connector.received_sigterm = True
-            raise SIGTERMException
+        own = _QUEUE_AGAIN * (self._queue_again is not None) + self._received
+        together = self._sum_over_ranks(float(own))
+        if together >= _QUEUE_AGAIN:
+            signum, frame = self._queue_again or signal.SIGUSR1, inspect.currentframe()
+            assert frame is not None
+            self._queue_again = None
+            self._save_and_queue_again(signum, frame)
+        if together % _QUEUE_AGAIN > 0:
+            self._leave()

@@ -19,7 +19,12 @@ private name                              why
 ``Trainer._run``                          has ``weights_only`` of `fit`, which Lightning does not
                                           pass on where a strategy restores after its setup
 ``_parse_num_batches``                    what ``limit_train_batches`` makes of that number
-``fit_loop._data_fetcher``                to restart loading after a checkpoint was restored
+``fit_loop._data_fetcher``                to restart loading after a checkpoint was restored, or
+                                          when plans were replaced: what was fetched is dropped
+``_combined_loader._iterator``            lets go of the workers of the loader that is restarted
+``batch_progress.is_last_batch``          whether the iteration that runs is the epoch's last, which
+                                          Lightning decides when its batch is fetched
+``TQDMProgressBar._train_progress_bar``   to show another number of iterations while the bar runs
 ``checkpoint["loops"]["fit_loop"]``       from which the state of our loader is left out: a run
                                           with another loader would refuse it; and whose counters
                                           say that the last epoch is over where it was ended early
@@ -191,6 +196,18 @@ def set_epoch_length(trainer: L.Trainer, num_iterations: int, done: int = 0) -> 
         trainer.val_check_batch = max(1, int(num * interval))
 
 
+def show_epoch_length(trainer: L.Trainer) -> None:
+    """Give the bar of the running epoch its number of iterations, which has changed."""
+    bar, num = trainer.progress_bar_callback, trainer.num_training_batches
+    if isinstance(bar, TQDMProgressBar) and bar._train_progress_bar is not None:
+        bar.train_progress_bar.total = num
+        bar.train_progress_bar.refresh()
+    elif isinstance(bar, RichProgressBar):
+        task = bar.train_progress_bar_id
+        if bar.progress is not None and task is not None:
+            bar.progress.update(task, total=num)
+
+
 def show_epoch(trainer: L.Trainer) -> None:
     """Give the bar of an epoch that goes on its length; Lightning does it where an epoch begins."""
     bar = trainer.progress_bar_callback
@@ -221,8 +238,36 @@ def weights_only_of_run() -> bool | None:
 
 def restart_train_loader(trainer: L.Trainer) -> None:
     """Begin the train loader's epoch anew: what workers have fetched is dropped."""
-    assert trainer.fit_loop._data_fetcher is not None
-    iter(trainer.fit_loop._data_fetcher)
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    if fetcher.combined_loader._iterator is not None:
+        # Else new workers start while those that they replace are still there.
+        fetcher.combined_loader._iterator.reset()
+    iter(fetcher)
+
+
+def go_on_with_train_loader(trainer: L.Trainer, done: int) -> None:
+    """Let the next batch of the running epoch be the one that the loader's sampler begins with.
+
+    Args:
+        trainer: in whose epoch an iteration runs.
+        done: iterations of the epoch, with that one.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    left = trainer.num_training_batches - done
+    if left:  # else nothing more is fetched in this epoch
+        restart_train_loader(trainer)
+    fetcher.fetched, fetcher.length = done, int(trainer.num_training_batches)
+    fetcher.done = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = not left
+
+
+def go_on_with_stream(trainer: L.Trainer) -> None:
+    """Fetch the next batch of a loader without a length again, while an iteration runs."""
+    restart_train_loader(trainer)
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = fetcher.done
 
 
 def leave_loader_state_out(checkpoint: MutableMapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """What a checkpoint says of the plans it was trained by, in plain types.
 
-Everything is `str`, `int` or a `uint8` tensor, so that it can be read with `weights_only=True`; a
-million samples take 125 kB.
+Everything is `str`, a number or a `uint8` tensor, so that it can be read with `weights_only=True`;
+a million samples take 125 kB.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from lightning_dcp.planning.drift import Corrections
 from lightning_dcp.planning.rest import BoolArray, pack_samples, unpack_samples
 
 __all__ = ["KEY", "PlanState"]
@@ -22,8 +23,10 @@ __all__ = ["KEY", "PlanState"]
 #: Under which a checkpoint holds everything of ours.
 KEY = "lightning_dcp"
 
-_VERSION = 1
+_VERSION = 2
 _NUMBERS = ("epoch", "iteration", "num_iterations", "num_samples", "begun_at")
+#: What files of version 1 do not have.
+_SINCE_2: Mapping[str, Any] = {"num_planned": None, "corrections": None}
 _BITS = ("consumed", "consumed_before")
 
 
@@ -40,6 +43,11 @@ class PlanState:
         begun_at: The iteration from which the epoch's plans are those of what was left of it then;
             0 where the epoch was planned as a whole.
         consumed_before: (n,) which samples had been trained on before `begun_at`.
+        num_planned: How many iterations the epoch's plans have, `limit_train_batches` not
+            considered; None in files of version 1, whose plans have the number that the planner
+            gives by default.
+        corrections: With which the planner was made (`EpochPlanner.corrected`); None where its
+            costs are the profile's.
     """
 
     inputs: Mapping[str, str]
@@ -49,6 +57,8 @@ class PlanState:
     consumed: BoolArray
     begun_at: int
     consumed_before: BoolArray
+    num_planned: int | None = None
+    corrections: Corrections | None = None
 
     @property
     def unfinished(self) -> bool:
@@ -65,6 +75,8 @@ class PlanState:
             "num_iterations": self.num_iterations,
             "num_samples": int(self.consumed.size),
             "begun_at": self.begun_at,
+            "num_planned": self.num_planned,
+            "corrections": None if self.corrections is None else self.corrections.to_plain(),
             "consumed": torch.from_numpy(pack_samples(self.consumed)),
             "consumed_before": torch.from_numpy(pack_samples(self.consumed_before)),
         }
@@ -78,12 +90,13 @@ class PlanState:
         """
         if not isinstance(values, Mapping):
             raise _damaged(f"it is of type {type(values).__name__}")
-        if values.get("version") != _VERSION:
+        version = values.get("version")
+        if version not in (1, _VERSION):
             raise _damaged(
-                f"its version is {values.get('version')!r}, and this release reads version"
-                f" {_VERSION}"
+                f"its version is {version!r}, and this release reads versions 1 to {_VERSION}"
             )
-        known = {"version", "plan_inputs", *_NUMBERS, *_BITS}
+        values = {**_SINCE_2, **values}
+        known = {"version", "plan_inputs", *_NUMBERS, *_BITS, *_SINCE_2}
         missing, unknown = sorted(known - values.keys()), sorted(values.keys() - known, key=str)
         if missing or unknown:
             raise _damaged(f"missing: {missing}, unknown: {unknown}")
@@ -97,6 +110,15 @@ class PlanState:
                 raise _damaged(f"`{name}` is {values[name]!r}")
         if values["begun_at"] > values["iteration"]:
             raise _damaged("`begun_at` is behind `iteration`")
+        planned = values["num_planned"]
+        if planned is not None and (type(planned) is not int or planned < values["begun_at"]):
+            raise _damaged(f"`num_planned` is {planned!r}")
+        corrections = values["corrections"]
+        if corrections is not None:
+            try:
+                corrections = Corrections.from_plain(corrections)
+            except (KeyError, TypeError, ValueError) as error:
+                raise _damaged(f"`corrections`: {error!r}") from error
         flags: dict[str, BoolArray] = {}
         for name in _BITS:
             bits = values[name]
@@ -116,6 +138,8 @@ class PlanState:
             consumed=flags["consumed"],
             begun_at=values["begun_at"],
             consumed_before=flags["consumed_before"],
+            num_planned=planned,
+            corrections=corrections,
         )
 
 

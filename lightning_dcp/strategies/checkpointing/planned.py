@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_dcp.planning.rest import flags
 from lightning_dcp.strategies._lightning_compat import resuming as compat
-from lightning_dcp.strategies.agreement import check_same_on_all_ranks
+from lightning_dcp.strategies.agreement import check_same_on_all_ranks, collectively
+from lightning_dcp.strategies.checkpointing.completeness import whole_checkpoint
 from lightning_dcp.strategies.checkpointing.files import (
     kind_of,
     read_torch_folder,
@@ -21,24 +20,35 @@ from lightning_dcp.strategies.checkpointing.files import (
 )
 from lightning_dcp.strategies.checkpointing.plan_state import KEY, PlanState
 from lightning_dcp.strategies.checkpointing.resuming import resume
-from lightning_dcp.strategies.collectives import GuardedCollectives
+from lightning_dcp.strategies.checkpointing.writing import WholeCheckpoints
+from lightning_dcp.strategies.replanning import Replanner, corrections_of
+from lightning_dcp.strategies.streams import load_place, resume_stream, save_place
 
 if TYPE_CHECKING:
-    import lightning as L
-
     from lightning_dcp.data.sampler import PlanSampler
+    from lightning_dcp.data.streams import StreamPlans, StreamState
     from lightning_dcp.planning.planner import EpochPlanner
 
 
-class PlannedCheckpoints(GuardedCollectives):
+class PlannedCheckpoints(WholeCheckpoints):
     """Saves which samples of the epoch were consumed, and continues the epoch with the others."""
 
     #: What a restored checkpoint says of its plans; None where none was restored.
     _saved_plan: PlanState | None = None
+    #: Changes plans while training; None outside of `fit`.
+    _replanner: Replanner | None = None
 
     @property
     def planner(self) -> EpochPlanner | None:
         """Makes the plans of every epoch; None outside of `fit`."""
+        raise NotImplementedError
+
+    #: What a restored checkpoint says of a stream; None: nothing.
+    _saved_place: StreamState | None = None
+
+    @property
+    def train_stream(self) -> StreamPlans | None:
+        """Takes the sampler's place where the data set is iterable-style; None otherwise."""
         raise NotImplementedError
 
     @property
@@ -55,6 +65,9 @@ class PlannedCheckpoints(GuardedCollectives):
         # `_plan_state` is for us what Lightning keeps of a loader that can resume; a run with
         # another loader would refuse Lightning's entry.
         compat.leave_loader_state_out(checkpoint)
+        if self.train_stream is not None:
+            assert self.lightning_module is not None
+            save_place(checkpoint, self.lightning_module.trainer, self.train_stream)
         state = self._plan_state()
         if state is not None:
             checkpoint[KEY] = state.to_plain()
@@ -67,21 +80,17 @@ class PlannedCheckpoints(GuardedCollectives):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         iteration = compat.iterations_to_save(trainer)
-        num_samples, rest = int(planner.lengths.size), sampler.rest
-        before = np.zeros(num_samples, dtype=bool) if rest is None else rest.consumed
-        begun_at = 0 if rest is None else rest.first_iteration
-        consumed = before
-        if iteration > begun_at:
-            ran = sampler.consumed_ids(sampler.epoch, iteration)
-            consumed = before | flags(ran, num_samples)
+        progress = sampler.progress(iteration, int(planner.lengths.size))
         return PlanState(
             inputs=planner.inputs,
             epoch=sampler.epoch,
             iteration=iteration,
             num_iterations=int(trainer.num_training_batches),
-            consumed=consumed,
-            begun_at=min(begun_at, iteration),
-            consumed_before=before,
+            consumed=progress.consumed,
+            begun_at=progress.begun_at,
+            consumed_before=progress.consumed_before,
+            num_planned=len(sampler),
+            corrections=corrections_of(planner),
         )
 
     # ---- loading ---------------------------------------------------------------------------------
@@ -90,12 +99,15 @@ class PlannedCheckpoints(GuardedCollectives):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        checkpoint = self._read_checkpoint(checkpoint_path, weights_only)
+        path = collectively("Looking at the checkpoint", lambda: whole_checkpoint(checkpoint_path))
+        checkpoint = self._read_checkpoint(path, weights_only)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING and KEY in checkpoint:
             self._saved_plan = PlanState.from_plain(checkpoint[KEY])
             if self._saved_plan.unfinished:
                 compat.reopen_saved_epoch(checkpoint, self._saved_plan.epoch)
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._saved_place = load_place(checkpoint)
         return checkpoint
 
     def _read_checkpoint(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
@@ -117,16 +129,23 @@ class PlannedCheckpoints(GuardedCollectives):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        sampler, planner, saved = self.train_sampler, self.planner, self._saved_plan
-        self._saved_plan = None
-        if sampler is None or planner is None:
+        if self.train_stream is not None:
+            assert self.lightning_module is not None
+            place, self._saved_place = self._saved_place, None
+            resume_stream(self.lightning_module.trainer, self.train_stream, place)
             return
-        assert self.lightning_module is not None
+        sampler, replanner, saved = self.train_sampler, self._replanner, self._saved_plan
+        self._saved_plan = None
+        if sampler is None or replanner is None:
+            return
+        is_corrected = saved is not None and replanner.restore(saved)
+        planner = self.planner
+        assert self.lightning_module is not None and planner is not None
         trainer = self.lightning_module.trainer
         unfinished = saved.epoch if saved is not None and saved.unfinished else None
         point = compat.resume_point(trainer, unfinished)
         found = resume(saved, point, planner)
-        if not point.iterations and sampler.epoch == point.epoch:
+        if not point.iterations and sampler.epoch == point.epoch and not is_corrected:
             return
         # A checkpoint was restored after the loader had been made, and its workers have begun with
         # the first plan.
@@ -139,7 +158,7 @@ class PlannedCheckpoints(GuardedCollectives):
             },
             "Give every rank the same checkpoint.",
         )
-        sampler.resume(point.epoch, point.iterations, found.rest, lambda: self._end_rest(trainer))
+        sampler.resume(point.epoch, point.iterations, found.rest, replanner.end_rest)
         if found.rest is not None:
             compat.set_epoch_length(trainer, len(sampler), point.iterations)
         compat.restart_train_loader(trainer)
@@ -147,11 +166,7 @@ class PlannedCheckpoints(GuardedCollectives):
         if found.told:
             (rank_zero_info if found.exact else rank_zero_warn)(found.told)
 
-    def _end_rest(self, trainer: L.Trainer) -> None:
-        assert self.planner is not None
-        compat.set_epoch_length(trainer, self.planner.num_iterations)
-
     @override
     def teardown(self) -> None:
-        self._saved_plan = None
+        self._saved_plan = self._replanner = self._saved_place = None
         super().teardown()

@@ -24,10 +24,13 @@ from lightning_dcp.planning.rest import BoolArray, flags
 from lightning_dcp.strategies.checkpointing.plan_state import PlanState
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_dcp.planning.plan import Plan
     from lightning_dcp.planning.planner import EpochPlanner
     from lightning_dcp.strategies._lightning_compat.resuming import ResumePoint
 
-__all__ = ["Resumption", "resume"]
+__all__ = ["Resumption", "digest_of", "rest_of", "resume"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +50,12 @@ class Resumption:
     @property
     def digest(self) -> str:
         """Equal on ranks that go on alike."""
-        if self.rest is None:
-            return "the epoch's own plans"
-        plans = self.rest.plans
-        return plans.digest() if isinstance(plans, EpochPlan) else "nothing is left"
+        return "the epoch's own plans" if self.rest is None else digest_of(self.rest)
+
+
+def digest_of(rest: Rest) -> str:
+    """Equal on ranks that have the same plans of what is left."""
+    return rest.plans.digest() if isinstance(rest.plans, EpochPlan) else "nothing is left"
 
 
 def resume(saved: PlanState | None, point: ResumePoint, planner: EpochPlanner) -> Resumption:
@@ -89,7 +94,15 @@ def _resume_ours(saved: PlanState, point: ResumePoint, planner: EpochPlanner) ->
     if not differing:
         if not saved.begun_at:
             return Resumption()
-        return Resumption(rest=_rest(planner, saved.epoch, saved.begun_at, saved.consumed_before))
+        return Resumption(
+            rest=rest_of(
+                planner,
+                saved.epoch,
+                saved.begun_at,
+                saved.consumed_before,
+                None if saved.num_planned is None else saved.num_planned - saved.begun_at,
+            )
+        )
     if not saved.unfinished:
         consumed = saved.consumed
         if consumed.size != _size(planner):
@@ -103,7 +116,7 @@ def _resume_ours(saved: PlanState, point: ResumePoint, planner: EpochPlanner) ->
             "This checkpoint was saved in the middle of an epoch of another data set"
             f" ({saved.consumed.size} samples then, {_size(planner)} now, or other lengths)",
         )
-    rest = _rest(planner, saved.epoch, saved.iteration, saved.consumed)
+    rest = rest_of(planner, saved.epoch, saved.iteration, saved.consumed)
     shown = "; ".join(
         f"{name}: {saved.inputs.get(name, 'unknown')} -> {now[name]}" for name in differing
     )
@@ -116,11 +129,31 @@ def _resume_ours(saved: PlanState, point: ResumePoint, planner: EpochPlanner) ->
     )
 
 
-def _rest(planner: EpochPlanner, epoch: int, first: int, consumed: BoolArray) -> Rest:
+def rest_of(
+    planner: EpochPlanner,
+    epoch: int,
+    first_iteration: int,
+    consumed: BoolArray,
+    num_iterations: int | None = None,
+) -> Rest:
+    """Plan what is left of an epoch. A pure function, alike on all ranks.
+
+    Args:
+        planner: makes the plans.
+        epoch: from 0.
+        first_iteration: how many iterations were run.
+        consumed: (n,) which samples they trained on.
+        num_iterations: how many are to come, if there are samples for as many; None lets the
+            planner's step size decide. With policy "global-batch" it always does.
+    """
     left = ~consumed
     left[list(planner.skipped_ids)] = False
-    plans = planner.rest(epoch, consumed, first_iteration=first) if left.any() else ()
-    return Rest(epoch=epoch, first_iteration=first, plans=plans, consumed=consumed)
+    plans: Sequence[Plan] = ()
+    if left.any() and num_iterations != 0:
+        plans = planner.rest(
+            epoch, consumed, first_iteration=first_iteration, num_iterations=num_iterations
+        )
+    return Rest(epoch=epoch, first_iteration=first_iteration, plans=plans, consumed=consumed)
 
 
 def _nothing(point: ResumePoint, consumed: BoolArray) -> Rest:

@@ -7,7 +7,9 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +18,38 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dcp.strategies._lightning_compat import resuming as compat
+from lightning_dcp.strategies._lightning_compat.saving import NAME_OF_REST
 from lightning_dcp.strategies.checkpointing.files import number_parameters
+from lightning_dcp.strategies.checkpointing.writing import (
+    busy_saving,
+    noting_errors,
+    write_folder,
+    write_state,
+)
 
 __all__ = ["PlainShardedCheckpoints"]
+
+
+class _NotingFiles(FileSystem):
+    """Local files, of which errors are those that the system gave."""
+
+    @override
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream, noting_errors(stream) as noted:
+            yield noted
 
 
 class PlainShardedCheckpoints(ModelParallelStrategy):
@@ -49,12 +71,38 @@ class PlainShardedCheckpoints(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        filepath = self.broadcast(filepath)
-        if _is_url(filepath) and not self._save_distributed_checkpoint:
-            # Lightning makes a `Path` of it, and so a local folder `s3:`.
-            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-        else:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+        if not self._save_distributed_checkpoint:
+            # Not through Lightning's, which makes a `Path` of a URL, and so a local folder `s3:`.
+            Strategy.save_checkpoint(self, checkpoint, self.broadcast(filepath), storage_options)
+            return
+        if storage_options is not None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)  # raises
+        write_folder(
+            Path(self.broadcast(filepath)),
+            partial(self._write_shards, checkpoint),
+            is_global_zero=self.is_global_zero,
+            is_local_zero=self.local_rank == 0,
+            around_end=partial(busy_saving, self),
+        )
+
+    def _write_shards(self, checkpoint: Mapping[str, Any], folder: Path) -> None:
+        """The format of Lightning's strategy; all ranks fail in `save`, or none."""
+        rest = dict(checkpoint)
+        sharded = {"state_dict": rest.pop("state_dict")}
+        states = rest.pop("optimizer_states", [])
+        sharded.update({f"optimizer_{i}": state for i, state in enumerate(states)})
+        writer = FileSystemWriter(folder)
+        writer.fs = _NotingFiles()
+        try:
+            save(sharded, storage_writer=writer)
+        except CheckpointException as error:
+            # A BaseException that each rank gets, with what went wrong on which.
+            failure = error.failures.get(self.global_rank)
+            if failure is not None:
+                raise failure[0] from None
+        if self.is_global_zero:
+            with open(folder / NAME_OF_REST, "wb") as file:
+                write_state(rest, file)
 
     @override
     def load_checkpoint(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,13 @@ from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from torch import Tensor
 from typing_extensions import override
+
+from lightning_dcp.strategies._lightning_compat import saving as compat
+from lightning_dcp.strategies.checkpointing.writing import (
+    busy_saving,
+    write_folder,
+    write_state,
+)
 
 if TYPE_CHECKING:
     from torch.nn import Module, Parameter
@@ -23,6 +30,8 @@ __all__ = ["PlainZeroCheckpoints"]
 #: What a file has of the engine that torch's own optimizers have not: float32 weights where the
 #: model's are in half precision (`precision="bf16-true"`), and the loss scale.
 _ENGINE_KEY = "lightning_dcp_engine"
+#: Of the folder with the shards in a DeepSpeed folder; Lightning's.
+_TAG = "checkpoint"
 
 
 class PlainZeroCheckpoints(DeepSpeedStrategy):
@@ -83,20 +92,46 @@ class PlainZeroCheckpoints(DeepSpeedStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        path = Path(self.broadcast(filepath))
         if self.save_distributed_checkpoint:
-            if self.is_global_zero and path.is_file():
-                path.unlink()
-            self.barrier()
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            if compat.writes_plain_shards(self.deepspeed_engine) and storage_options is None:
+                write_folder(
+                    Path(self.broadcast(filepath)),
+                    partial(self._write_shards, checkpoint),
+                    is_global_zero=self.is_global_zero,
+                    is_local_zero=self.local_rank == 0,
+                    around_end=partial(busy_saving, self),
+                )
+            else:
+                super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if self._zero_state is not None and "optimizer_states" in checkpoint:
             engine = self._engine_entry(self._zero_state)
             if engine:
                 checkpoint[_ENGINE_KEY] = engine
-        if self.is_global_zero and (path / "latest").is_file():
-            shutil.rmtree(path)  # a DeepSpeed folder of this name, of an earlier run
         Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+
+    def _write_shards(self, checkpoint: Mapping[str, Any], folder: Path) -> None:
+        """As Lightning's strategy; but a rank that cannot write does not leave the others alone."""
+        engine = self.deepspeed_engine
+        zipped = engine.checkpoint_engine.zipfile_serialization
+
+        def write(state: Any, path: str) -> None:
+            with open(path, "wb") as file:
+                write_state(state, file, _use_new_zipfile_serialization=zipped)
+
+        rest = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+        with compat.shards_written_by(engine, write) as errors:
+            engine.save_checkpoint(
+                str(folder),
+                client_state=rest,
+                tag=_TAG,
+                save_latest=False,
+                exclude_frozen_parameters=self.exclude_frozen_parameters,
+            )
+        if errors:
+            raise errors[0]
+        if self.is_global_zero:
+            (folder / "latest").write_text(_TAG)
 
     def _engine_entry(self, zero: ZeroState) -> dict[str, Any]:
         entry: dict[str, Any] = {}

@@ -168,7 +168,6 @@ class EvaluationMeasurer:
         sizes = [p for p in self._topology.sp_sizes if p > 1 and (allowed is None or p in allowed)]
         if self._runtime is None or not sizes:
             return []
-        self._topology.create_groups()
         profile = self._strategy.cost_profile
         if profile is not None:  # checked when training was prepared
             usable = {m.sp_size for m in profile.measurements} - set(profile.sp_size_exclusions)

@@ -121,6 +121,7 @@ class EvaluationPreparer:
                 in_order=compat_eval.is_prediction(self._trainer),
                 on_too_long=planning.on_too_long,
                 dataset_name=type(dataloader.dataset).__name__,
+                layout=self._topology.layout,
             ),
         )
         check_same_on_all_ranks(
@@ -149,6 +150,8 @@ class EvaluationPreparer:
         if reasons or loader is None:
             self._leave(reasons[0])
             return None
+        dataset: Any = loader.dataset
+        collectively("Cutting a sample that is too long", dataset.check_cut)
         if getattr(dataloader.batch_sampler, "drop_last", False):
             self._tell("`drop_last=True` has no effect: every sample is evaluated exactly once.")
         _tell_of_too_long(planner, lengths)

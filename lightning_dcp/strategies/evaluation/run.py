@@ -14,7 +14,7 @@ NOTE [Sharded until the step ends]
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, overload
 
@@ -101,6 +101,8 @@ class Evaluation:
         self._predicted: dict[int, list[int]] = {}
         self._until_step_ends = ExitStack()
         self._share: Share | None = None
+        #: Called with whether the batch is planned.
+        self.before_batch: Callable[[bool], None] = lambda planned: None
         #: Samples of all ranks in the running batch, each once, over this rank's own.
         self.whole_over_own: float = topology.world_size
         self._patches = compat.EvaluationPatches(
@@ -175,6 +177,7 @@ class Evaluation:
     def _batch(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Iterator[None]:
         """Around transfer, hooks and step of one Trainer batch."""
         sampler = self._samplers[dataloader_idx] if self._samplers else None
+        self.before_batch(sampler is not None)
         if sampler is None:
             yield
             return

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_dcp.strategies.checkpointing.planned import PlannedCheckpoints
 from lightning_dcp.strategies.evaluation.run import Evaluation
+from lightning_dcp.strategies.out_of_memory import saying_where
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -54,10 +55,15 @@ class PlannedEvaluation(PlannedCheckpoints):
         """Around a step of the user's; all ranks run as many, so parameters are gathered for it."""
         if self._evaluation is not None:
             self._evaluation.moved(batch)
-        with self.whole_parameters():
+        with saying_where(self._where_evaluated), self.whole_parameters():
             yield
             if self._evaluation is not None:
                 self._evaluation.step_done()
+
+    def _where_evaluated(self) -> str:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        return f"while {trainer.state.stage}, in epoch {trainer.current_epoch}"
 
     def _end_evaluation(self) -> None:
         if self._evaluation is not None:

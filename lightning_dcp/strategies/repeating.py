@@ -1,0 +1,278 @@
+"""An iteration that ran out of memory somewhere, repeated on the same samples by another plan.
+
+::
+
+    drain               a rank runs out of memory, notes it, goes on with what others wait for
+    end of iteration    all ranks learn of it with the figures that they exchange anyway
+    here                state as before -> plan again, more careful -> read -> run
+                        again from "drain", as often as it takes
+    afterwards          what is left of the epoch is planned again
+
+Neither the parameters nor the optimizer have been touched until then, and random numbers inside of
+micro-batches are keyed, so that nothing of the lost attempt stays.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_dcp.data.batch import IterationBatch, PlanKey
+from lightning_dcp.data.loader import PlanDataset, remake_loader
+from lightning_dcp.parallel import rng
+from lightning_dcp.planning.careful import (
+    MoreCareful,
+    NothingLeft,
+    bucket_index,
+    more_careful,
+    more_recomputed,
+)
+from lightning_dcp.planning.planner import EpochPlanner
+from lightning_dcp.strategies.agreement import (
+    check_same_on_all_ranks,
+    collectively,
+    gather_objects,
+)
+from lightning_dcp.strategies.metric_objects import metrics_of
+from lightning_dcp.strategies.out_of_memory import RanOutOfMemory, Shortage, Shortages, describe
+from lightning_dcp.strategies.unchanged import StateBefore
+
+if TYPE_CHECKING:
+    import lightning as L
+    from torch.utils.data import DataLoader
+
+    from lightning_dcp.planning.plan import MicroBatch, Plan
+    from lightning_dcp.strategies.iteration import IterationRunner
+    from lightning_dcp.strategies.preparation import Preparation
+    from lightning_dcp.strategies.replanning import Replanner
+
+__all__ = ["Repeater"]
+
+
+class RepeatingStrategy(Protocol):
+    """What repeating an iteration needs of the strategy."""
+
+    _runner: IterationRunner | None
+    _preparation: Preparation | None
+    _replanner: Replanner | None
+
+    @property
+    def global_rank(self) -> int:
+        """Of this process."""
+        ...
+
+    @property
+    def place(self) -> int:
+        """Of this process in plans."""
+        ...
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """First forward pass of the iteration."""
+        ...
+
+    def keep_gradients(self) -> None:
+        """Take note of gradients that are there before the first backward pass."""
+        ...
+
+    def discard_gradients(self) -> None:
+        """Make gradients as they were then."""
+        ...
+
+
+class Repeater:
+    """Repeats iterations of one `fit`.
+
+    Args:
+        strategy: whose iterations they are.
+        pl_module: the user's.
+        num_blocks: L.
+        recovers: whether iterations are repeated; False ends training where memory runs out.
+    """
+
+    def __init__(
+        self,
+        strategy: RepeatingStrategy,
+        pl_module: L.LightningModule,
+        *,
+        num_blocks: int,
+        recovers: bool,
+    ) -> None:
+        self._strategy = strategy
+        self._pl_module = pl_module
+        self._num_blocks = num_blocks
+        self._recovers = recovers
+        self._before = StateBefore(pl_module)
+        self._batch: IterationBatch | None = None
+        #: What the iteration runs by, where it is repeated.
+        self._careful: MoreCareful | None = None
+        self.shortages = Shortages(
+            strategy.global_rank, recovers=recovers, bucket_of=self._bucket_of
+        )
+
+    def begin_iteration(self, batch: IterationBatch) -> None:
+        """Take note of the state that an iteration begins with."""
+        self.shortages.clear()
+        self._careful, self._batch = None, batch
+        if self._recovers:
+            self._before.keep(metrics_of(self._pl_module))
+
+    def begin_backward(self) -> None:
+        """The same of gradients, which Lightning clears after the first forward pass."""
+        if self._recovers:
+            self._strategy.keep_gradients()
+
+    def repeat(self) -> None:
+        """Run the iteration that is lost on some rank again, up to its last backward pass.
+
+        A collective.
+
+        Raises:
+            torch.OutOfMemoryError: On all ranks: nothing takes less memory than what has failed.
+        """
+        runner = self._strategy._runner
+        assert runner is not None and runner.state is not None
+        lost = runner.state.plan
+        found = [s for theirs in gather_objects(self.shortages.found) for s in theirs]
+        found.sort(key=lambda shortage: (shortage.index, shortage.rank))
+        self.shortages.clear()
+        gc.collect()  # what the error has left in cycles
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        plan = collectively(
+            f"Planning iteration {lost.iteration} of epoch {lost.epoch} again",
+            lambda: self._put_back_and_plan(lost, found),
+        )
+        check_same_on_all_ranks(
+            "the repeated iteration",
+            {"plan": plan.digest()},
+            "This is a fault of lightning_dcp, or libraries differ between ranks: please report.",
+        )
+        rank_zero_warn(self._what_changes(lost, plan, found))
+        batch = collectively("Reading the samples of an iteration again", lambda: self._read(plan))
+        runner.repeat(plan, batch)
+        self._strategy.training_step(batch, *runner.step_arguments)
+        runner.drain()
+
+    def end_iteration(self) -> None:
+        """Leave an iteration; plan what is left of the epoch again where it was repeated.
+
+        A collective there.
+        """
+        runner, replanner = self._strategy._runner, self._strategy._replanner
+        assert runner is not None and runner.state is not None
+        if self._recovers and runner.state.laps:
+            self._before.learn()
+        careful, self._careful, self._batch = self._careful, None, None
+        if careful is None:
+            return
+        assert replanner is not None
+        replanner.replace(careful.planner, next_iteration=runner.state.plan.iteration + 1)
+
+    def close(self) -> None:
+        """End the connection to the other ranks."""
+        self.shortages.close()
+
+    # ---- before it runs --------------------------------------------------------------------------
+
+    @property
+    def _loader(self) -> DataLoader[Any]:
+        assert self._strategy._preparation is not None
+        return self._strategy._preparation.loader
+
+    @property
+    def _now(self) -> Any:
+        """The planner of the iterations to come."""
+        assert self._strategy._preparation is not None
+        if self._careful is not None:
+            return self._careful.planner
+        return self._strategy._preparation.planner
+
+    @property
+    def _reads_again(self) -> bool:
+        """Whether samples can be read again, by any rank, and planned anew."""
+        dataset = getattr(self._loader, "dataset", None)
+        return isinstance(dataset, PlanDataset) and isinstance(self._now, EpochPlanner)
+
+    def _put_back_and_plan(self, lost: Plan, found: Sequence[Shortage]) -> Plan:
+        self._before.put_back()
+        self._strategy.discard_gradients()
+        failed = {shortage.index for shortage in found}
+        try:
+            if not self._reads_again:
+                return more_recomputed(lost, failed, self._num_blocks)
+            now = self._careful or MoreCareful(planner=self._now, plan=lost)
+            self._careful = more_careful(now, failed)
+        except NothingLeft as error:
+            last = next(s for s in found if s.index == error.index)
+            raise RanOutOfMemory(
+                f"Out of memory in {describe(last, lost, self._bucket_of)}; {error}"
+            ) from None
+        return self._careful.plan
+
+    def _read(self, plan: Plan) -> IterationBatch:
+        if not self._reads_again:
+            assert self._batch is not None
+            return self._batch
+        rank, planner = self._strategy.place, self._now
+        indices = plan.indices_for_rank(rank)
+        key = PlanKey(
+            plan.epoch,
+            plan.iteration,
+            tuple(m.sample_ids for m in plan.for_rank(rank)),
+            tuple((planner.seed, plan.epoch, plan.iteration, index) for index in indices),
+        )
+        loader: Any = self._loader
+        with rng.preserved(torch.device("cpu")):
+            if not loader.num_workers or loader.worker_init_fn is None:
+                batch: IterationBatch = loader.collate_fn(loader.dataset[key])
+                return batch
+            # The data set may need what the user's function sets up in a worker.
+            keys: Any = [key]
+            generator = loader.generator
+            state = None if generator is None else generator.get_state()
+            (batch,) = remake_loader(loader, loader.dataset, keys, loader.collate_fn)
+            if generator is not None:
+                generator.set_state(state)
+        return batch
+
+    # ---- words -----------------------------------------------------------------------------------
+
+    def _bucket_of(self, micro_batch: MicroBatch) -> tuple[int, int] | None:
+        planner = self._now
+        if not isinstance(planner, EpochPlanner):
+            return None
+        edges, bucket = planner.corrections.bucket_edges, bucket_index(planner, micro_batch)
+        return edges[bucket], edges[bucket + 1]
+
+    def _what_changes(self, lost: Plan, plan: Plan, found: Sequence[Shortage]) -> str:
+        first, others = found[0], len(found) - 1
+        more = f" (and in {others} more)" if others else ""
+        text = f"DCP: out of memory in {describe(first, lost, self._bucket_of)}{more}."
+        text += (
+            f" The iteration is repeated on the same samples, in {len(plan.micro_batches)}"
+            f" micro-batches instead of {len(lost.micro_batches)}"
+            f" {_recomputed(lost)} -> {_recomputed(plan)}."
+        )
+        if self._careful is not None:
+            corrections = self._careful.planner.corrections
+            edges = corrections.bucket_edges
+            counts = ", ".join(
+                f"{factor:.2f} times for lengths [{edges[k]}, {edges[k + 1]})"
+                for k, factor in enumerate(corrections.memory_factors)
+                if factor > 1.0
+            )
+            text += (
+                f" What is left of the epoch is planned again; memory beyond the model's own now"
+                f" counts {counts or 'as before'}. A lower memory_limit_bytes avoids this."
+            )
+        return text
+
+
+def _recomputed(plan: Plan) -> str:
+    p = sorted({m.sp_size for m in plan.micro_batches})
+    r = sorted({m.recompute_blocks for m in plan.micro_batches})
+    return f"(p in {p}, r in {r})"

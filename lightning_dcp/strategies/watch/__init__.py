@@ -1,0 +1,1 @@
+"""Ranks that die, stop, raise or disagree: noticed, named, and ended in bounded time."""

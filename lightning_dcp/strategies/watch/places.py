@@ -1,0 +1,51 @@
+"""Where in its run a rank is, as others are told when something goes wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_dcp.planning.plan import MicroBatch, Plan
+
+__all__ = ["BETWEEN_ITERATIONS", "SET_UP", "Place"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What a rank is doing. Made often, put into words seldom.
+
+    Attributes:
+        what: In words, such as "forward pass".
+        plan: Of the running iteration; None outside of one.
+        rank: Whose place it is; None outside of a micro-batch.
+        nth: The running micro-batch among those of the rank, from 0; None outside of one.
+    """
+
+    what: str
+    plan: Plan | None = None
+    rank: int | None = None
+    nth: int | None = None
+
+    @property
+    def in_iteration(self) -> bool:
+        """Whether other ranks are waited for sooner or later."""
+        return self.plan is not None
+
+    def __str__(self) -> str:
+        if self.plan is None:
+            return self.what
+        where = f"epoch {self.plan.epoch}, iteration {self.plan.iteration}"
+        if self.rank is None or self.nth is None:
+            return f"{where}, {self.what}"
+        index = self.plan.indices_for_rank(self.rank)[self.nth]
+        micro_batch: MicroBatch = self.plan.micro_batches[index]
+        return (
+            f"{where}, {self.what} of micro-batch {index} (p={micro_batch.sp_size},"
+            f" b={micro_batch.batch_size}, r={micro_batch.recompute_blocks}, sequence length"
+            f" {micro_batch.seq_len})"
+        )
+
+
+SET_UP = Place(what="set-up")
+BETWEEN_ITERATIONS = Place(what="between iterations (data loading, callbacks)")
