@@ -1,9 +1,10 @@
-"""docs/lightning-compatibility.md is complete, and what it claims has a test that exists."""
+"""docs/lightning-compatibility.md is complete; what it and docs/reliability.md claim has a test."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from tests.compatibility_table import compatibility_rows
 
 ROOT = Path(__file__).resolve().parents[1]
+FAULTS = ROOT / "docs" / "reliability.md"
 
 
 def names(section: str) -> set[str]:
@@ -99,10 +101,31 @@ def test_every_test_exists() -> None:
         assert row.tests and all(row.tests), f"{row.name} has no test"
         for test in row.tests:
             path, _, name = test.partition("::")
-            if not (ROOT / path).is_file() or name not in collected_in(ROOT / path):
+            if not exists(path, name):
                 missing.append((row.name, test))
     assert missing == []
 
 
-def test_the_page_is_linked() -> None:
-    assert "docs/lightning-compatibility.md" in (ROOT / "README.md").read_text()
+def exists(path: str, name: str) -> bool:
+    """Whether there is such a file, with such a function, method or class of tests."""
+    if not (ROOT / path).is_file():
+        return False
+    found = collected_in(ROOT / path)
+    return not name or name in found or any(test.startswith(f"{name}::") for test in found)
+
+
+def test_every_test_of_the_page_on_faults_exists() -> None:
+    rows = [row for row in FAULTS.read_text().splitlines() if row.startswith("| ")]
+    rows = [row for row in rows if not row.startswith("| fault |")]
+    assert len(rows) > 25
+    for row in rows:
+        tests = re.findall(r"`(tests/[^`]+)`", row.rsplit(" | ", 1)[-1])
+        assert tests, f"no test: {row}"
+        for test in tests:
+            path, _, name = test.partition("::")
+            assert exists(path, name), test
+
+
+@pytest.mark.parametrize("page", ["lightning-compatibility", "reliability", "data"])
+def test_the_page_is_linked(page: str) -> None:
+    assert f"docs/{page}.md" in (ROOT / "README.md").read_text()

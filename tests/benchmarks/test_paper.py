@@ -15,6 +15,7 @@ PICTURES = ("figure-8-1d", "figure-8-2d", "figure-9", "figure-10", "planners")
 MOST = 1.01  # the bound of the efficiency tries fewer micro-batch sizes than plans have
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(170)
 def test_the_papers_figures_are_made_again(tmp_path: Path) -> None:
     docs, figures = tmp_path / "docs", tmp_path / "figures.json"

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 POLICIES = ("bucket", "dcp-intra", "global-batch")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_all_policies_train_on_the_same_samples(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"

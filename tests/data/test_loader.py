@@ -33,6 +33,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_dcp.data import IterationBatch, build_plan_loader, read_loader
 from lightning_dcp.data.loader import PlanDataset
+from lightning_dcp.data.sampler import Rest
 from lightning_dcp.planning.plan import MicroBatch, Plan
 from tests.data.toys import (
     BatchedTokens,
@@ -159,6 +160,44 @@ def test_two_epochs_with_persistent_workers() -> None:
     assert os.getpid() not in processes[0]
 
 
+@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_plans_are_replaced_in_the_middle_of_an_epoch(num_workers: int, persistent: bool) -> None:
+    """What workers have fetched is dropped, and read again by the plans that take its place."""
+    first, second = make_planner(LENGTHS, 1), make_planner(LENGTHS, 1, batch_size=1)
+    options: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": persistent}
+    if num_workers:
+        options |= {"worker_init_fn": mark_worker, "prefetch_factor": 4}
+    loader = build_plan_loader(
+        user_loader(Marked(LENGTHS) if num_workers else DATASET, **options),
+        first,
+        rank=0,
+        world_size=1,
+    )
+    sampler = loader.sampler
+    iterator = iter(loader)
+    batches = [next(iterator) for _ in range(3)]
+    consumed = sampler.progress(3, len(LENGTHS)).consumed
+    plans = second.rest(0, consumed, first_iteration=3, num_iterations=len(sampler) - 3)
+    sampler.replace(second, Rest(epoch=0, first_iteration=3, plans=plans, consumed=consumed))
+    del iterator
+    batches += list(loader)
+    assert [batch.iteration for batch in batches] == list(range(first.num_iterations))
+    assert [batch.version for batch in batches] == [0] * 3 + [1] * len(plans)
+    wanted = [*first.epoch(0)[:3], *plans]
+    for batch, plan in zip(batches, wanted, strict=True):
+        assert [ids_in(mb) for mb in batch.micro_batches] == [
+            mb.sample_ids for mb in plan.micro_batches
+        ]
+    assert sorted(i for b in batches for mb in b.micro_batches for i in ids_in(mb)) == list(
+        range(len(LENGTHS))
+    )
+    before, after = (
+        {mb["process"] for b in part for mb in b.micro_batches}
+        for part in (batches[:3], batches[3:])
+    )
+    assert (before == after) is (persistent or not num_workers)
+
+
 def test_workers_that_fetch_before_the_epoch_is_set_get_the_epoch_given() -> None:
     loader = plan_loader(user_loader(num_workers=1), epoch=5)
     early = iter(loader)  # fetches at once
@@ -189,8 +228,22 @@ def test_samples_too_long_are_cut() -> None:
     expected = {i: min(n, limit) for i, n in enumerate(lengths)}
     assert lengths_loaded() == expected
     assert lengths_loaded(truncate=cut) == expected
+    assert calls.pop(0) == (3000, limit)  # tried when the loader is made
     assert sorted(calls) == sorted((n, limit) for n in lengths if n >= limit)
     assert lengths_loaded(truncate=lambda sample, max_length: NotImplemented) == expected
+
+
+def test_a_sample_that_cannot_be_cut_is_an_error_at_once() -> None:
+    """Not when a worker of one rank comes to it, while the others wait for that rank."""
+    lengths = [10, 3000, 20, 800]
+    planner = make_planner(
+        lengths, 1, on_too_long="truncate", memory_limit_bytes=2_000_000, batch_size=1
+    )
+    loader = user_loader([{"words": torch.zeros(n), "more": 1} for n in lengths])
+    state = torch.get_rng_state()
+    with pytest.raises(TypeError, match=r"does not know how to cut a dict with .'words'"):
+        build_plan_loader(loader, planner, rank=0, world_size=1)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_pinning_walks_into_iteration_batches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,9 +70,9 @@ def world() -> Iterator[World]:
 @pytest.mark.parametrize(
     ("way", "sp_size", "recompute_blocks"),
     [
-        ("block.compile()", 1, 2),
+        pytest.param("block.compile()", 1, 2, marks=pytest.mark.slow),
         ("block.compile()", 2, 1),
-        ("torch.compile(block)", 2, 1),
+        pytest.param("torch.compile(block)", 2, 1, marks=pytest.mark.slow),
         ("dynamic", 1, 1),
     ],
 )

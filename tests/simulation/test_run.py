@@ -66,7 +66,7 @@ def test_recomputation_where_needed_only(model: str, mix: str) -> None:
     [
         ("transformer-1d-5b", "short", 2.88, 1.45),
         ("transformer-1d-5b", "balanced", 2.88, 1.45),
-        ("transformer-2d-1.2b", "short", 1.68, 1.45),
+        pytest.param("transformer-2d-1.2b", "short", 1.68, 1.45, marks=pytest.mark.slow),
     ],
 )
 def test_faster_than_static_plans(

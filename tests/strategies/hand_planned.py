@@ -134,7 +134,7 @@ def hand_planned(strategy: Any, plans: list[Plan] | HandPlanner) -> Iterator[Non
     class HandPreparer(preparation.TrainPreparer):
         def prepare(self, dataloader: Any) -> preparation.Preparation:
             # The profile would show the blocks' arguments to the runtime.
-            group = self._topology.group(strategy.global_rank, 1)
+            group = self._topology.group(self._topology.rank, 1)
             with preserve(self._pl_module):
                 for length in (4, 6):
                     with self._runtime.micro_batch(group=group, observe=True):
@@ -144,7 +144,7 @@ def hand_planned(strategy: Any, plans: list[Plan] | HandPlanner) -> Iterator[Non
             plan_loader = build_plan_loader(
                 dataloader,
                 planner,
-                rank=strategy.global_rank,
+                rank=self._topology.rank,
                 world_size=strategy.world_size,
                 packing=packing,
             )

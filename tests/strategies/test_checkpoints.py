@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pickle
@@ -22,6 +23,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, TQDMProgre
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_dcp.planning.drift import Corrections
 from lightning_dcp.planning.options import PlanningOptions
 from lightning_dcp.profiling.options import ProfilingOptions
 from lightning_dcp.strategies.checkpointing.files import read_zero_folder
@@ -486,6 +488,10 @@ STATE = PlanState(
     consumed=np.arange(12) < 7,
     begun_at=3,
     consumed_before=np.arange(12) < 4,
+    num_planned=9,
+    corrections=Corrections(
+        bucket_edges=(1, 8, 32), time_factors=(1.0, 1.5), memory_factors=(1.0, 1.25)
+    ),
 )
 
 
@@ -494,6 +500,20 @@ def test_the_state_of_plans_round_trips() -> None:
     assert again.to_plain().keys() == STATE.to_plain().keys()
     assert again.consumed.tolist() == STATE.consumed.tolist()
     assert (again.epoch, again.begun_at, again.inputs) == (2, 3, {"seed": "1"})
+    assert (again.num_planned, again.corrections) == (9, STATE.corrections)
+    buffer = io.BytesIO()
+    torch.save(STATE.to_plain(), buffer)
+    buffer.seek(0)
+    read = torch.load(buffer, weights_only=True)
+    assert PlanState.from_plain(read).corrections == STATE.corrections
+
+
+def test_a_state_of_version_1_is_read() -> None:
+    old = {**STATE.to_plain(), "version": 1}
+    del old["num_planned"], old["corrections"]
+    again = PlanState.from_plain(old)
+    assert again.num_planned is None and again.corrections is None
+    assert (again.begun_at, again.iteration, again.num_iterations) == (3, 5, 8)
 
 
 @pytest.mark.parametrize(
@@ -504,6 +524,8 @@ def test_the_state_of_plans_round_trips() -> None:
         ({"epoch": None}, r"missing: \['epoch'\]"),
         ({"iteration": -1}, "`iteration` is -1"),
         ({"iteration": 2}, "`begun_at` is behind"),
+        ({"num_planned": 2}, "`num_planned` is 2"),
+        ({"corrections": {"bucket_edges": [1, 2]}}, "`corrections`: KeyError"),
         ({"plan_inputs": {"seed": 1}}, "does not map texts"),
         ({"consumed": torch.zeros(2)}, "no tensor of bytes"),
         ({"consumed": torch.zeros(3, dtype=torch.uint8)}, "12 samples take 2 bytes"),

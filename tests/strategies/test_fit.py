@@ -166,6 +166,8 @@ class TestTwoEpochs:
             assert r["fx_names"] == ({"training_step"} if r["seen"] else set())
             assert r["losses"] == first["losses"]
             assert r["reports"] == first["reports"]
+            slowness = [[repr(report.slowness) for report in x["reports"]] for x in (r, first)]
+            assert slowness[0] == slowness[1]
             assert r["epoch_values"] == first["epoch_values"]
         assert any(r["seen"] for r in results)
 
@@ -227,7 +229,8 @@ class TestTwoEpochs:
 
 def test_a_world_that_is_no_power_of_two(tmp_path: Path) -> None:
     """Blocks of powers of two, the rest with p = 1; every rank takes part in every step."""
-    memory = DCPDDPStrategy().fixed_bytes(LoggingLM()) + 90_000
+    # The longest sample fits two ranks and not one, with a margin of 2% to 28%.
+    memory = DCPDDPStrategy().fixed_bytes(LoggingLM()) + 77_000
     with World(3, timeout_s=100) as three:
         results = three.run(fit, "dcp_ddp", str(tmp_path), planning={"memory_limit_bytes": memory})
     plans = [report.plan for report in results[0]["reports"]]

@@ -90,6 +90,37 @@ def test_ranks_agree_on_the_end_and_on_validation(
     assert not {"_broadcast_sigterm_tensor", "_should_check_val_fx"} & set(vars(loop))
 
 
+def test_ranks_agree_on_when_a_job_is_queued_again(
+    trainer: L.Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM's signal saves in its handler, in the midst of whatever the rank is doing."""
+    monkeypatch.setattr(L.Trainer, "world_size", 2)
+    saved: list[int] = []
+    connector = trainer._signal_connector
+    monkeypatch.setattr(
+        type(connector),
+        "_slurm_sigusr_handler_fn",
+        lambda self, signum, frame: saved.append(signum),
+    )
+    others = [0.0]
+    decisions = AgreedDecisions(trainer, lambda own: own + others[0])
+    agree = trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
+    connector._slurm_sigusr_handler_fn(12, None)
+    assert not saved
+    agree()
+    agree()
+    assert saved == [12]
+    others[0] = 2.0**20  # another rank has got it
+    agree()
+    assert len(saved) == 2
+    others[0] += 1  # and SIGTERM at the same time
+    with pytest.raises(SIGTERMException):
+        agree()
+    assert len(saved) == 3
+    decisions.remove()
+    assert "_slurm_sigusr_handler_fn" not in vars(connector)
+
+
 def test_patches_are_taken_out_again(trainer: L.Trainer) -> None:
     model = ToyLM()
     loop = trainer.fit_loop.epoch_loop

@@ -62,7 +62,7 @@ def assert_same(
         assert not differing, f"row {i}"
 
 
-@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("double", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", ["dcp_ddp", "dcp", "dcp_fsdp"])
 class TestParity:
     def test_metrics_file(self, run: Any, name: str, double: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -96,6 +97,28 @@ def test_a_rest_that_is_interrupted_goes_on_with_its_own_plans() -> None:
     third = resume(again, ResumePoint(1, 5), before).rest
     assert third is not None and third.first_iteration == 5
     assert ids(third.plans) == np.flatnonzero(~again.consumed).tolist()
+
+
+def test_a_rest_has_the_number_of_iterations_that_it_was_made_with() -> None:
+    """Where plans were replaced while training, it is not the one that the step size asks for."""
+    now = planner()
+    consumed = state(now, 3).consumed
+    by_default = now.rest(1, consumed, first_iteration=3)
+    plans = now.rest(1, consumed, first_iteration=3, num_iterations=len(by_default) + 2)
+    saved = PlanState(
+        inputs=now.inputs,
+        epoch=1,
+        iteration=5,
+        num_iterations=4,  # of `limit_train_batches`
+        consumed=consumed | flags(plans.sample_ids(2), NUM_SAMPLES),
+        begun_at=3,
+        consumed_before=consumed,
+        num_planned=3 + len(plans),
+    )
+    found = resume(saved, ResumePoint(1, 5), now)
+    assert found.rest is not None and list(found.rest.plans) == list(plans)
+    over = resume(replace(saved, num_planned=3), ResumePoint(1, 5), now)
+    assert over.rest is not None and len(over.rest.plans) == 0
 
 
 def test_nothing_is_left_of_an_epoch_that_has_ended() -> None:

@@ -185,6 +185,10 @@ class HandPlanner:
     def num_iterations(self) -> int:
         return len(self.plans)
 
+    @property
+    def sp_sizes(self) -> tuple[int, ...]:
+        return tuple(sorted({m.sp_size for p in self.plans for m in p.micro_batches}))
+
     def epoch(self, epoch: int) -> list[Plan]:
         return [
             Plan(
