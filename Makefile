@@ -7,8 +7,9 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEMO   ?=
 TESTS  ?=
-# Two files of tests at a time; each keeps its processes for all of its tests. PARALLEL= runs one.
-PARALLEL ?= -n 2 --dist loadfile
+# Two files of tests at a time; each keeps its processes for all of its tests. In the order of their
+# names: else files of few long tests come last, one after the other. PARALLEL= runs one.
+PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 # On x86-64 Linux the default index serves torch with the whole of CUDA, several gigabytes. Without an
 # NVIDIA driver only a CPU build is taken, from the configured indexes or from TORCH_CPU_INDEX.

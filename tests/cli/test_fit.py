@@ -482,6 +482,7 @@ def test_the_console_script_trains_on_two_ranks(first_run: tuple[Path, str]) -> 
     assert config["trainer"]["callbacks"][0]["class_path"] == "lightning_dcp.DCPCallback"
 
 
+@pytest.mark.slow
 def test_the_module_trains_by_the_saved_configuration(first_run: tuple[Path, str]) -> None:
     folder, _ = first_run
     config = "logs/x/version_0/config.yaml"

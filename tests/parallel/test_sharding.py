@@ -509,6 +509,7 @@ def compiled(rank: int) -> tuple[float, str]:
     return worst_error(model, reference, group)
 
 
+@pytest.mark.slow
 def test_compiled_blocks(world):
     for error, parameter in world.run(compiled):
         assert error <= 1e-12, parameter

@@ -43,7 +43,14 @@ lengths_lists = st.lists(
 )
 
 
-@pytest.mark.parametrize("name", BASELINES)
+#: Each example of these tries many settings.
+SEARCHING = ("tuned", "packed")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in SEARCHING else n for n in BASELINES],
+)
 @settings(max_examples=10, deadline=None)
 @given(
     lengths=lengths_lists,

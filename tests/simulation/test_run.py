@@ -79,6 +79,7 @@ def test_faster_than_static_plans(
     assert found["tuned"].total_s >= over_tuned * found["dcp-intra"].total_s
 
 
+@pytest.mark.slow
 def test_all_policies_have_the_same_samples() -> None:
     lengths = np.random.default_rng(0).integers(1000, 40_000, 64)
     cluster = cluster_named("h100")

@@ -377,6 +377,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, out
 
 
+@pytest.mark.slow
 def test_a_script_that_gets_a_sigterm(tmp_path: Path) -> None:
     """Ends at once with Lightning's exit code, both kinds of checkpoint saved."""
     process = start(tmp_path)

@@ -124,6 +124,7 @@ def test_by_torchrun(tmp_path: Path) -> None:
 
 
 class TestLightningCLI:
+    @pytest.mark.slow
     def test_strategy_by_name(self, tmp_path: Path) -> None:
         script = write(
             tmp_path / "train.py",
@@ -142,6 +143,7 @@ class TestLightningCLI:
         assert re.search(r"rank 0: step \d, dcp, dcp-inter, 60", out)
         assert re.search(r"rank 1: step \d, dcp, dcp-inter, 60", out)
 
+    @pytest.mark.slow
     def test_wrong_values(self, tmp_path: Path) -> None:
         script = write(tmp_path / "train.py", CLI_SCRIPT.format(imports="", mixin=""))
         config = write(
