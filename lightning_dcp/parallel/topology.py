@@ -19,6 +19,14 @@ NOTE [Lazy groups]
     on GPUs: torch then splits it for each new group, which *all* ranks of the world would have to
     join, and a rank that is in no group of that size hangs the others (torch 2.13,
     ``ncclCommSplit``). So the binding is hidden while a group is made.
+
+NOTE [Names of groups]
+    torch names a group that its members make alone by its ranks and the number of groups that the
+    calling rank is in: members must be in equally many, or each waits under another name. Where
+    places are ranks, blocks of two sizes hold each other or share nobody, and sizes may come in any
+    order, each on all ranks at once. Where they are not, only the largest first will do (a larger
+    block holds all of a smaller one, or none of it), so that all sizes are made together. A group
+    of all ranks is made the ordinary way.
 """
 
 from __future__ import annotations
@@ -128,7 +136,8 @@ class _ProcessGroups:
                     list(ranks),
                     timeout=timeout,
                     backend={"cpu": "gloo", "cuda": "nccl"}.get(device_type),
-                    use_local_synchronization=True,
+                    # By the name of such a group ranks must be in equally many before.
+                    use_local_synchronization=len(ranks) < dist.get_world_size(),
                     group_desc=f"sp-{ranks[0]}-{len(ranks)}",
                 )
         return self._groups[key]
@@ -234,9 +243,11 @@ class Topology:
             ValueError: for a size that no block of this world has.
             RuntimeError: if ``torch.distributed`` is not initialised, or with another world size.
         """
-        sizes = self.sp_sizes if sp_sizes is None else sorted(set(sp_sizes))
+        sizes: Sequence[int] = self.sp_sizes if sp_sizes is None else sorted(set(sp_sizes))
         for size in sizes:
             self._check_size(size)
+        if not self.layout.is_plain:  # see NOTE [Names of groups]
+            sizes = self.sp_sizes
         for size in sorted(sizes, reverse=True):
             first = self.layout.block_of(self.rank, size)
             if first is not None:
@@ -250,6 +261,8 @@ class Topology:
             RuntimeError: as ``group``.
         """
         self._check_size(sp_size)
+        if not self.layout.is_plain:  # see NOTE [Names of groups]
+            self.create_groups()
         first = self.layout.block_of(self.rank, sp_size)
         return None if first is None else self._create(first, sp_size)
 

@@ -205,9 +205,7 @@ def _one_by_one(planner: EpochPlanner, plan: Plan, buckets: Collection[int], sp_
 
 def _apart(planner: EpochPlanner, m: MicroBatch, sp_size: int) -> list[MicroBatch]:
     costs = planner.cost_model
-    first_rank = m.first_rank // sp_size * sp_size
-    if first_rank + sp_size > planner.world_size:
-        first_rank = 0
+    first_rank = planner.layout.block_of(m.first_rank, sp_size) or 0
     found = []
     for sample_id in m.sample_ids:
         length = int(planner.lengths[sample_id])

@@ -15,6 +15,7 @@ from lightning_dcp.planning.fitting import FloatArray
 from lightning_dcp.planning.lengths import IntArray
 from lightning_dcp.planning.packed import PackedCosts, PackedSums
 from lightning_dcp.planning.plan import MicroBatch, Plan
+from lightning_dcp.planning.slowness import slowest_member
 from lightning_dcp.planning.windows import Schedule
 
 __all__ = ["EpochPlan"]
@@ -140,12 +141,7 @@ class EpochPlan(Sequence[Plan]):
         """(M,) factor of the slowest member; None where all ranks are alike."""
         if place_speed is None:
             return None
-        found = place_speed[self.first_ranks]
-        for p in np.unique(self.sp_sizes).tolist():
-            rows = np.flatnonzero(self.sp_sizes == p)
-            for offset in range(1, p):
-                found[rows] = np.maximum(found[rows], place_speed[self.first_ranks[rows] + offset])
-        return found
+        return place_speed[slowest_member(place_speed, self.first_ranks, self.sp_sizes)]
 
     def makespan_by(self, costs: Costs, place_speed: FloatArray | None = None) -> FloatArray:
         """(N,) seconds per iteration that other costs predict for these plans as they are.

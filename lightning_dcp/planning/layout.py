@@ -143,14 +143,6 @@ class Layout:
             self.stop(p) == self.world_size - self.world_size % p for p in self.sp_sizes
         )
 
-    def spanning(self, sp_size: int) -> int:
-        """How many used blocks of ``sp_size`` have ranks of several nodes."""
-        node_of = {rank: i for i, node in enumerate(self.nodes) for rank in node}
-        return sum(
-            len({node_of[rank] for rank in self.ranks_of(first, sp_size)}) > 1
-            for first in self.blocks(sp_size)
-        )
-
     def __str__(self) -> str:
         """Short, and different for different layouts; alike for all plain ones."""
         if self.is_plain:

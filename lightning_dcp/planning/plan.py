@@ -183,11 +183,20 @@ class Plan:
         """Places in the global order of what ``rank`` runs (they key random numbers)."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must be in [0, {self.world_size}); got {rank}.")
-        return tuple(i for i, m in enumerate(self.micro_batches) if rank in m.ranks)
+        return self._indices[rank]
 
     def for_rank(self, rank: int) -> tuple[MicroBatch, ...]:
         """What ``rank`` runs, in order; may be empty (the rank still joins the reduction)."""
         return tuple(self.micro_batches[i] for i in self.indices_for_rank(rank))
+
+    @cached_property
+    def _indices(self) -> tuple[tuple[int, ...], ...]:
+        # Of all ranks in one pass: each is asked for, and its own several times a micro-batch.
+        found: list[list[int]] = [[] for _ in range(self.world_size)]
+        for i, m in enumerate(self.micro_batches):
+            for rank in m.ranks:
+                found[rank].append(i)
+        return tuple(map(tuple, found))
 
     @cached_property
     def start_s(self) -> tuple[float, ...]:

@@ -343,23 +343,7 @@ class EpochPlanner:
         costs: Costs = uncorrected(self.cost_model)
         if not corrections.changes_nothing:
             costs = CorrectedCosts(costs, corrections)
-        planner = EpochPlanner(
-            lengths=self._given_lengths,
-            cost_model=costs,
-            world_size=self.world_size,
-            memory_limit_bytes=self.memory_limit_bytes,
-            options=self.options,
-            batch_size=self.batch_size,
-            seed=self.seed,
-            shuffle=self.shuffle,
-            sp_size_exclusions=self.sp_size_exclusions,
-            dataset_name=self.dataset_name,
-            static_recompute=self.static_recompute,
-            sample_order=self.sample_order,
-            same_steps_as=self,
-            layout=self.layout,
-        )
-        planner.of_stream = self.of_stream
+        planner = self._made_again(cost_model=costs, same_steps_as=self)
         changed = np.flatnonzero(planner.lengths != self.lengths)
         if planner.skipped_ids != self.skipped_ids:
             more = np.setdiff1d(planner.skipped_ids, self.skipped_ids)
@@ -384,21 +368,26 @@ class EpochPlanner:
         options = self.options
         if options.policy != "global-batch":
             options = replace(options, tokens_per_step=self.tokens_per_step)
-        planner = EpochPlanner(
-            lengths=lengths,
-            cost_model=self.cost_model,
-            world_size=self.world_size,
-            memory_limit_bytes=self.memory_limit_bytes,
-            options=options,
-            batch_size=self.batch_size,
-            seed=self.seed,
-            shuffle=self.shuffle,
-            sp_size_exclusions=self.sp_size_exclusions,
-            dataset_name=self.dataset_name,
-            static_recompute=self.static_recompute,
-            sample_order=self.sample_order,
-            layout=self.layout,
-        )
+        return self._made_again(lengths=lengths, options=options)
+
+    def _made_again(self, **changes: Any) -> EpochPlanner:
+        """A planner made like this one but for ``changes``."""
+        given: dict[str, Any] = {
+            "lengths": self._given_lengths,
+            "cost_model": self.cost_model,
+            "world_size": self.world_size,
+            "memory_limit_bytes": self.memory_limit_bytes,
+            "options": self.options,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "sp_size_exclusions": self.sp_size_exclusions,
+            "dataset_name": self.dataset_name,
+            "static_recompute": self.static_recompute,
+            "sample_order": self.sample_order,
+            "layout": self.layout,
+        }
+        planner = EpochPlanner(**{**given, **changes})
         planner.of_stream = self.of_stream
         return planner
 

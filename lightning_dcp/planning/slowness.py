@@ -26,7 +26,7 @@ from lightning_dcp.planning.fitting import FloatArray
 from lightning_dcp.planning.lengths import IntArray
 from lightning_dcp.planning.plan import MicroBatch, Plan
 
-__all__ = ["Observed", "Slowness", "slowness_of", "weighted_median"]
+__all__ = ["Observed", "Slowness", "slowest_member", "slowness_of", "weighted_median"]
 
 _ROUNDS = 6
 _ROUNDS_JOINT = 8
@@ -146,7 +146,7 @@ def slowness_of(
     seen = observed.bucket.size >= _LEAST_OBSERVED
     buckets = np.zeros(num_buckets)
     # Medians in turn would not find out of these where a rank gets most of what is long.
-    ranks, _ = _joint_fit(
+    ranks = _joint_fit(
         ratio[alone], weight[alone], observed.bucket[alone], first[alone], num_buckets, world_size
     )
     known = np.zeros(world_size, dtype=bool)
@@ -156,7 +156,7 @@ def slowness_of(
         rows = np.flatnonzero(size == p)
         groups[p] = _rows_by(first[rows], rows)
     for _ in range(_ROUNDS):
-        slowest = _slowest(ranks, first, size)
+        slowest = ranks[slowest_member(ranks, first, size)]
         for k, rows in enumerate(by_bucket):
             buckets[k] = weighted_median((ratio - slowest)[rows], weight[rows])
         left = ratio - buckets[observed.bucket]
@@ -165,14 +165,14 @@ def slowness_of(
             # The lower median: with half of the ranks slow, the others are the normal ones.
             typical = np.sort(ranks[known])[(int(known.sum()) - 1) // 2]
             ranks = np.where(known, ranks - typical, 0.0)
-    slowest = _slowest(ranks, first, size)
+    slowest = ranks[slowest_member(ranks, first, size)]
     for k, rows in enumerate(by_bucket):
         buckets[k] = weighted_median((ratio - slowest)[rows], weight[rows])
     work = np.bincount(observed.bucket, weights=weight, minlength=num_buckets)
     left = np.abs(ratio - buckets[observed.bucket] - slowest)
     spread = weighted_median(left, weight)
-    slow = _slowest_member(ranks, first, size)
-    _, told_apart = _joint_fit(ratio, weight, observed.bucket, slow, num_buckets, world_size)
+    slow = slowest_member(ranks, first, size)
+    told_apart = _joint_errors(weight, observed.bucket, slow, num_buckets, world_size)
     apart = _OF_MEDIAN * _MAD * spread * told_apart
     bucket_errors = [
         max(_error(left, weight, rows, spread), apart[k] if (observed.bucket == k).any() else 0.0)
@@ -206,41 +206,52 @@ def _joint_fit(
     rank: IntArray,
     num_buckets: int,
     world_size: int,
-) -> tuple[FloatArray, FloatArray]:
-    """Least absolute residuals of ``bucket[k] + rank[i]``, the ranks' terms being 0 on average.
-
-    Returns:
-        (W,) terms of ranks, and (K + W,) standard errors of all terms where residuals have one of
-        1: large where a rank and a bucket hardly occur without each other.
-    """
+) -> FloatArray:
+    """(W,) terms of ranks, 0 on average: least absolute residuals of ``bucket[k] + rank[i]``."""
     num = num_buckets + world_size
     if not ratio.size:
-        return np.zeros(world_size), np.zeros(num)
+        return np.zeros(world_size)
     weight = weight / weight.mean()
     column = num_buckets + rank
-
-    def gram(w: FloatArray) -> FloatArray:
-        found = np.zeros((num, num))
-        np.add.at(found, (bucket, bucket), w)
-        np.add.at(found, (column, column), w)
-        np.add.at(found, (bucket, column), w)
-        np.add.at(found, (column, bucket), w)
-        found[num_buckets:, num_buckets:] += w.mean()  # 0 on average
-        found[np.diag_indices(num)] += 1e-6 * w.mean()  # of what does not occur
-        return found
-
     terms: FloatArray = np.zeros(num)
     w = weight
     for _ in range(_ROUNDS_JOINT):
         right = np.bincount(bucket, weights=w * ratio, minlength=num)
         right += np.bincount(column, weights=w * ratio, minlength=num)
-        terms = np.asarray(np.linalg.solve(gram(w), right), dtype=np.float64)
+        gram = _gram(w, bucket, column, num_buckets, num)
+        terms = np.asarray(np.linalg.solve(gram, right), dtype=np.float64)
         residuals = np.abs(ratio - terms[bucket] - terms[column])
         least = 1e-3 + 0.1 * float(np.median(residuals))
         w = np.asarray(weight / np.maximum(residuals, least), dtype=np.float64)
-    inverse = np.linalg.inv(gram(weight))
-    errors = np.sqrt(np.maximum(np.diag(inverse @ gram(weight**2) @ inverse), 0.0))
-    return terms[num_buckets:], errors
+    return terms[num_buckets:]
+
+
+def _joint_errors(
+    weight: FloatArray, bucket: IntArray, rank: IntArray, num_buckets: int, world_size: int
+) -> FloatArray:
+    """(K + W,) standard errors of all terms of that fit, where residuals have one of 1.
+
+    Large where a rank and a bucket hardly occur without each other.
+    """
+    num = num_buckets + world_size
+    weight = weight / weight.mean()
+    column = num_buckets + rank
+    inverse = np.linalg.inv(_gram(weight, bucket, column, num_buckets, num))
+    spread = inverse @ _gram(weight**2, bucket, column, num_buckets, num) @ inverse
+    return np.asarray(np.sqrt(np.maximum(np.diag(spread), 0.0)))
+
+
+def _gram(
+    w: FloatArray, bucket: IntArray, column: IntArray, num_buckets: int, num: int
+) -> FloatArray:
+    found = np.zeros((num, num))
+    np.add.at(found, (bucket, bucket), w)
+    np.add.at(found, (column, column), w)
+    np.add.at(found, (bucket, column), w)
+    np.add.at(found, (column, bucket), w)
+    found[num_buckets:, num_buckets:] += w.mean()  # 0 on average
+    found[np.diag_indices(num)] += 1e-6 * w.mean()  # of what does not occur
+    return found
 
 
 def _fit_ranks(
@@ -320,7 +331,7 @@ def _rows_by(keys: IntArray, rows: IntArray) -> dict[int, IntArray]:
     return dict(zip(values.tolist(), pieces, strict=True))
 
 
-def _slowest_member(ranks: FloatArray, first: IntArray, size: IntArray) -> IntArray:
+def slowest_member(ranks: FloatArray, first: IntArray, size: IntArray) -> IntArray:
     """The slowest rank of each group."""
     found = first.copy()
     for p in np.unique(size).tolist():
@@ -328,16 +339,6 @@ def _slowest_member(ranks: FloatArray, first: IntArray, size: IntArray) -> IntAr
         for offset in range(1, p):
             other = first[rows] + offset
             found[rows] = np.where(ranks[other] > ranks[found[rows]], other, found[rows])
-    return found
-
-
-def _slowest(ranks: FloatArray, first: IntArray, size: IntArray) -> FloatArray:
-    """The term of the slowest member of each group."""
-    found = ranks[first]
-    for p in np.unique(size).tolist():
-        rows = np.flatnonzero(size == p)
-        for offset in range(1, p):
-            found[rows] = np.maximum(found[rows], ranks[first[rows] + offset])
     return found
 
 

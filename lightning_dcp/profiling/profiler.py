@@ -157,7 +157,7 @@ def profile_costs(
             that length. With the same random states it gives the same batch on every rank. Its
             true size is read off the blocks' input.
         lengths: Length of every sample of the data set, in tokens.
-        topology: SP groups of all ``sp_sizes`` must have been created.
+        topology: Makes the SP groups as trials need them, on all ranks alike.
         options: Budget and the like.
         device: Where the model is.
         fixed_bytes: ``M_C``, with gradients and this rank's part of the optimizer state; the

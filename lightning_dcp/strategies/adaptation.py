@@ -227,7 +227,8 @@ class Adaptation:
         if num_left < _LEAST_LEFT:
             if not more_epochs:
                 return
-            plans, first = planner.epoch(epoch + 1), 0
+            plans, first = sampler.plans(epoch + 1), 0  # kept, if nothing is changed
+            assert isinstance(plans, EpochPlan)
         left_s = float(plans.makespan_s[first:].sum())
         if planning_s > _MOST_WON * left_s:
             self._wanted = None

@@ -87,7 +87,7 @@ def check_same_on_all_ranks(what: str, inputs: Mapping[str, str], advice: str) -
 
     Args:
         what: what depends on the inputs, for the message ("the training plan").
-        inputs: short, printable digests or values, by name; the same names on all ranks.
+        inputs: short, printable digests or values, by name.
         advice: what to do.
 
     Raises:
@@ -95,7 +95,7 @@ def check_same_on_all_ranks(what: str, inputs: Mapping[str, str], advice: str) -
     """
     everyone: Sequence[Mapping[str, str]] = gather_objects(dict(inputs))
     differences = []
-    for name in everyone[0]:
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         by_value: dict[str, list[int]] = {}
         for rank, theirs in enumerate(everyone):
             by_value.setdefault(theirs.get(name, "<missing>"), []).append(rank)

@@ -129,10 +129,7 @@ class Engine(PlannedEvaluation):
 
     def sum_over_ranks(self, value: float) -> float:
         """Sum of one number over all ranks; a collective."""
-        total = torch.tensor(value, dtype=torch.float64, device=self.root_device)
-        if dist.is_initialized():
-            dist.all_reduce(total)
-        return float(total)
+        return self.sums_over_ranks([value])[0]
 
     def sums_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Sums of numbers over all ranks, each for itself; one collective."""

@@ -19,6 +19,7 @@ NOTE [Gradient weights]
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -267,6 +268,7 @@ class IterationRunner:
                     raise
             else:
                 return
+            gc.collect()  # what the error has left in cycles: others may wait for the next one
 
     def _is_needed(self, pending: Pending) -> bool:
         """Whether it has to run, although the iteration may be lost."""
@@ -311,7 +313,9 @@ class IterationRunner:
             )
         )
         if self._limit is not None:
-            missing = self._host.missing_gradient_bytes()
+            # CUDA's allocator knows.
+            on_cuda = self._device.type == "cuda"
+            missing = 0 if on_cuda else self._host.missing_gradient_bytes()
             self._open.enter_context(self._limit.held(missing))
         pack(pending.segments)
         self._open.enter_context(not_reduced_over_ranks(self._metrics))
@@ -387,7 +391,9 @@ class IterationRunner:
         except BaseException as error:
             if not self._gives_way(error, pending, "backward"):
                 raise
+        else:
+            self._leave()
+            self._logs.finish_micro_batch()
+            self.state.laps[-1].stop()
             return
-        self._leave()
-        self._logs.finish_micro_batch()
-        self.state.laps[-1].stop()
+        gc.collect()  # what the error has left in cycles: others may wait for the next one

@@ -448,6 +448,7 @@ class DCPStrategyMixin(Engine, WatchedStrategy):
             self._runner.drain()
             while not self._finish_iteration():
                 self._repeater.repeat()
+            self._gradients_before = ()  # copies are of no use any more
             self._repeater.end_iteration()
             if self._adaptation is not None and self._runner.state is not None:
                 self._adaptation.end_iteration(self._runner.state)
@@ -576,8 +577,7 @@ class DCPStrategyMixin(Engine, WatchedStrategy):
     def _at_micro_batch(self, what: str) -> None:
         state = None if self._runner is None else self._runner.state
         if state is not None:
-            mine = state.plan.indices_for_rank(self.place)
-            self.watch.at(what, state.plan, mine.index(state.index), self.place)
+            self.watch.at(what, state.plan, state.index)
 
     def sum_if_same_plan(self, value: float, plan: Plan) -> float:
         """Sum over all ranks of one number, if all of them are about to run the same plan."""

@@ -14,7 +14,6 @@ micro-batches are keyed, so that nothing of the lost attempt stays.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -136,12 +135,11 @@ class Repeater:
         runner = self._strategy._runner
         assert runner is not None and runner.state is not None
         lost = runner.state.plan
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         found = [s for theirs in gather_objects(self.shortages.found) for s in theirs]
         found.sort(key=lambda shortage: (shortage.index, shortage.rank))
         self.shortages.clear()
-        gc.collect()  # what the error has left in cycles
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
         plan = collectively(
             f"Planning iteration {lost.iteration} of epoch {lost.epoch} again",
             lambda: self._put_back_and_plan(lost, found),
@@ -249,7 +247,7 @@ class Repeater:
         return edges[bucket], edges[bucket + 1]
 
     def _what_changes(self, lost: Plan, plan: Plan, found: Sequence[Shortage]) -> str:
-        first, others = found[0], len(found) - 1
+        first, others = found[0], len({shortage.index for shortage in found}) - 1
         more = f" (and in {others} more)" if others else ""
         text = f"DCP: out of memory in {describe(first, lost, self._bucket_of)}{more}."
         text += (

@@ -139,7 +139,11 @@ def metrics(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("name", OURS)
+#: All by the same code; the others are started by other tests.
+STARTED = [n if n == "dcp" else pytest.param(n, marks=pytest.mark.slow) for n in OURS]
+
+
+@pytest.mark.parametrize("name", STARTED)
 def test_runs_by_the_command_and_by_the_script(world: World, name: str, tmp_path: Path) -> None:
     into = f"--trainer.logger.save_dir={tmp_path}"
     world.run(run, "command", [*words_of(name), *SMALL, into])

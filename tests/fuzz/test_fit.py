@@ -27,8 +27,10 @@ def outcome(world: World, config: Configuration, folder: Path) -> Outcome:
     return found
 
 
-#: Of each engine, of several kinds of model; all share micro-batches.
-@pytest.mark.parametrize("seed", [6, 57, pytest.param(134, marks=pytest.mark.slow), 328])
+#: Of each engine (`dcp` is slow), of several kinds of model; all share micro-batches.
+@pytest.mark.parametrize(
+    "seed", [6, 57, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (134, 328))]
+)
 def test_as_one_process(world: World, seed: int, tmp_path: Path) -> None:
     assert outcome(world, configuration(seed), tmp_path).shared > 0
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dcp.parallel import SPGroup, Topology
+from lightning_dcp.planning.layout import Layout
 from tests.worlds import World
 
 
@@ -86,3 +87,26 @@ def test_groups_work_and_can_be_made_twice(world_size):
                 if first + size <= world_size
             }
             assert sums == expected
+
+
+def sums_in_groups_made_one_by_one(rank: int) -> list[float]:
+    layout = Layout(((0, 1), (2,), (3,), (4,)))
+    topology = Topology(5, rank, layout=layout)
+    sums = []
+    for size in (2, 4):  # as a profile asks for them; ranks are in unlike numbers of groups
+        group = topology.own_group(size)
+        value = torch.tensor([float(rank)])
+        if group is not None:
+            dist.all_reduce(value, group=group.process_group)
+        sums.append(value.item())
+    value = torch.tensor([float(rank)])
+    dist.all_reduce(value, group=topology.host_group())
+    return [*sums, value.item()]
+
+
+def test_groups_of_nodes_that_do_not_nest_are_made_in_one_order():
+    with World(5, timeout_s=60) as world:
+        sums = world.run(sums_in_groups_made_one_by_one)
+    assert [s[2] for s in sums] == [10.0] * 5
+    assert [s[0] for s in sums] == [1.0, 1.0, 2.0, 3.0, 4.0]
+    assert sorted(s[1] for s in sums) == [4.0, 6.0, 6.0, 6.0, 6.0]

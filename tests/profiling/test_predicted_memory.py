@@ -159,8 +159,8 @@ def check(results: list[dict[str, Any]], column: int) -> None:
             assert row[column] - result["fixed"] <= most, row[:4]
 
 
-#: Where masks and several arguments of blocks are kept; the others take minutes together.
-QUICK = ("hf_causal_lm", "protein_pair")
+#: The others take a minute together.
+QUICK = ("protein_pair",)
 NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in EXAMPLES]
 
 

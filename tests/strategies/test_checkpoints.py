@@ -299,7 +299,9 @@ def one_process_goes_on(folder: Path) -> None:
     assert more["steps"] == 16 and max(more["losses"]) < 2.7
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param("bf16-mixed", marks=pytest.mark.slow), "bf16-true"]
+)
 def test_half_precision_resumes_bit_for_bit(
     pair: World, cache: str, precision: str, tmp_path: Path
 ) -> None:
@@ -401,7 +403,7 @@ def folders(rank: int, name: str, cache: str, folder: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("name", ["dcp", "dcp_fsdp"])
+@pytest.mark.parametrize("name", ["dcp", pytest.param("dcp_fsdp", marks=pytest.mark.slow)])
 def test_folders_of_shards(
     world: World, pair: World, cache: str, name: str, tmp_path: Path
 ) -> None:
@@ -776,6 +778,7 @@ def killed(rank: int, cache: str, folder: str, at: int | None) -> dict[str, Any]
     )
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle(pair: World, cache: str, tmp_path: Path) -> None:
     whole = pair.run(train, "dcp_ddp", cache, str(tmp_path))
     with pytest.raises(WorldFailure, match="exit code -9"):

@@ -196,6 +196,7 @@ class Compiled(CompatLM):
             block.compile(backend="eager")
 
 
+@pytest.mark.slow
 def test_compiled_blocks(tmp_path: Path) -> None:
     compiled = fit(tmp_path, Compiled())
     plain = fit(tmp_path, ours=False)

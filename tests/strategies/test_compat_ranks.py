@@ -392,6 +392,7 @@ def test_a_script_that_gets_a_sigterm(tmp_path: Path) -> None:
     assert list(tmp_path.glob("epoch=*.ckpt"))
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_on_one_rank(tmp_path: Path) -> None:
     code, out = finish(start(tmp_path, "fails"))
     assert code != 0 and "only on rank 1" in out

@@ -247,7 +247,14 @@ def check_metrics(
     assert counted == list(range(len(lengths)))
 
 
-@pytest.mark.parametrize("name", ["dcp_ddp", "dcp", "dcp_fsdp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dcp_ddp",
+        pytest.param("dcp", marks=pytest.mark.slow),
+        pytest.param("dcp_fsdp", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("spare", [None, TIGHT])
 def test_metrics_are_those_of_one_process(world: World, name: str, spare: int | None) -> None:
     function = "test" if name == "dcp" else "validate"
@@ -409,7 +416,7 @@ def fit(rank: int, name: str, cache: str, folder: str) -> Any:
     }
 
 
-@pytest.mark.parametrize("name", ["dcp_ddp", "dcp"])
+@pytest.mark.parametrize("name", ["dcp_ddp", pytest.param("dcp", marks=pytest.mark.slow)])
 def test_validation_inside_fit(world: World, name: str, tmp_path: Path) -> None:
     results = world.run(fit, name, str(tmp_path / "cache"), str(tmp_path))
     for r in results:

@@ -107,6 +107,7 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_as_a_script(tmp_path: Path) -> None:
     script = write(tmp_path / "train.py", SCRIPT.format(strategy="dcp"))
     out = run(script, folder=tmp_path)
@@ -191,6 +192,7 @@ def test_several_fits_in_one_process() -> None:
     assert first[1] == pytest.approx(second[1])
 
 
+@pytest.mark.slow
 def test_the_trainer_of_pytorch_lightning_is_told_what_to_do(tmp_path: Path) -> None:
     code = """
 import pytorch_lightning as pl
@@ -255,6 +257,7 @@ class TestProcessGroupsAtExit:
             assert process.returncode == 0, out
             assert "groups are left: False" in out
 
+    @pytest.mark.slow
     def test_do_not_keep_a_failed_process(self, tmp_path: Path) -> None:
         failed, waiting = self.start(tmp_path, pending=True)
         try:

@@ -103,6 +103,7 @@ def fit_with_callback(rank: int, name: str, folder: str) -> dict[str, Any]:
     return parity_toys.fit(rank, name, False, folder, [DCPCallback(print_table=False)])
 
 
+@pytest.mark.slow
 def test_the_callback_only_adds_its_columns(run: Any, world: World, tmp_path: Path) -> None:
     wanted = read_csv(run("dcp_ddp", False)[0]["csv"])
     got = read_csv(world.run(fit_with_callback, "dcp_ddp", str(tmp_path))[0]["csv"])

@@ -129,6 +129,9 @@ class EvaluationPreparer:
             {"plan": planner.fingerprint()[:12]},
             "Start every rank with the same code, data, options and libraries.",
         )
+        if memory is not None:
+            # Here on all ranks: in a batch only those of one group would, in unlike order.
+            self._topology.create_groups(memory.coefficients)
         return self._follow(dataloader, planner, index, lengths)
 
     def _follow(

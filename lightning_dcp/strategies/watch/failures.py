@@ -39,7 +39,8 @@ class Failure:
         rank: Where; None where no rank is to blame.
         what: What the rank did, as the rest of a sentence ("raised ValueError: ...").
         place: Where in its run the rank was seen last.
-        raised: Whether the rank itself told of it, by an exception.
+        raised: Whether the rank itself told of it, by an exception or by its end: it is alive, and
+            not to be killed.
     """
 
     rank: int | None

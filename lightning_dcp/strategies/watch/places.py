@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_dcp.planning.plan import MicroBatch, Plan
+    from lightning_dcp.planning.plan import Plan
 
 __all__ = ["BETWEEN_ITERATIONS", "SET_UP", "Place"]
 
@@ -18,14 +18,12 @@ class Place:
     Attributes:
         what: In words, such as "forward pass".
         plan: Of the running iteration; None outside of one.
-        rank: Whose place it is; None outside of a micro-batch.
-        nth: The running micro-batch among those of the rank, from 0; None outside of one.
+        index: Of the running micro-batch in the plan; None outside of one.
     """
 
     what: str
     plan: Plan | None = None
-    rank: int | None = None
-    nth: int | None = None
+    index: int | None = None
 
     @property
     def in_iteration(self) -> bool:
@@ -36,12 +34,11 @@ class Place:
         if self.plan is None:
             return self.what
         where = f"epoch {self.plan.epoch}, iteration {self.plan.iteration}"
-        if self.rank is None or self.nth is None:
+        if self.index is None:
             return f"{where}, {self.what}"
-        index = self.plan.indices_for_rank(self.rank)[self.nth]
-        micro_batch: MicroBatch = self.plan.micro_batches[index]
+        micro_batch = self.plan.micro_batches[self.index]
         return (
-            f"{where}, {self.what} of micro-batch {index} (p={micro_batch.sp_size},"
+            f"{where}, {self.what} of micro-batch {self.index} (p={micro_batch.sp_size},"
             f" b={micro_batch.batch_size}, r={micro_batch.recompute_blocks}, sequence length"
             f" {micro_batch.seq_len})"
         )

@@ -87,7 +87,10 @@ def check_same_optimizers(optimizers: Sequence[Optimizer]) -> None:
 
 
 def _versions() -> dict[str, str]:
-    wanted = [*_ALWAYS, *(name for name in _IF_IMPORTED if name in sys.modules)]
+    """Of all libraries that some rank uses. A collective."""
+    imported = gather_objects([name for name in _IF_IMPORTED if name in sys.modules])
+    in_use = {name for theirs in imported for name in theirs}
+    wanted = [*_ALWAYS, *(name for name in _IF_IMPORTED if name in in_use)]
     # Two releases of one minor version compute the same.
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in wanted:

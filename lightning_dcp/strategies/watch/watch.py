@@ -119,26 +119,18 @@ class Watch:
         self._thread = threading.Thread(target=self._run, daemon=True, name="lightning-dcp-watch")
         self._thread.start()
 
-    def at(
-        self,
-        what: str,
-        plan: Plan | None = None,
-        nth: int | None = None,
-        place: int | None = None,
-    ) -> None:
+    def at(self, what: str, plan: Plan | None = None, index: int | None = None) -> None:
         """Note where the main thread is: outside of iterations, in one, or in a micro-batch.
 
         Args:
             what: in words.
             plan: of the running iteration.
-            nth: which of this rank's micro-batches, from 0.
-            place: this rank's in the plan, where it is not its number.
+            index: of the running micro-batch in the plan.
 
         Raises:
             LostRankError: another rank is lost, so that the next collective would wait for ever.
         """
-        in_plan = self.rank if place is None else place
-        self.place = Place(what=what, plan=plan, rank=in_plan, nth=nth)
+        self.place = Place(what=what, plan=plan, index=index)
         failure = self.failure
         if failure is not None and failure.rank != self.rank and not self._ending:
             raise LostRankError(self._sentence(failure))
@@ -228,7 +220,7 @@ class Watch:
         self._give_up_a_store_that_is_gone()
         place = self.place
         self._beats += 1
-        beat = {"n": self._beats, "place": str(place), "in_iteration": place.in_iteration}
+        beat = {"n": self._beats, "place": str(place)}
         self.board.post(_beat(self.rank), json.dumps(beat))
         told = self.board.read("failure")
         if told:
@@ -322,7 +314,7 @@ class Watch:
         if self._awake_s - max(since_s, self._left_s) < self.timeout_s:
             return None
         what = f"has ended its run while rank {self.rank} is in: {place}"
-        return Failure(rank=min(self._done), what=what)
+        return Failure(rank=min(self._done), what=what, raised=True)
 
     def _post(self, failure: Failure) -> None:
         """Make a failure known; what another rank has posted before counts."""
@@ -337,6 +329,7 @@ class Watch:
             rank=self.rank,
             what=f"lost its connection to another rank ({in_words(error)})",
             place=str(self.place),
+            raised=True,
         )
         if self.board.post_once("asking", str(self.rank)) != str(self.rank):
             # Another rank asks already: one in a thousand is enough.
