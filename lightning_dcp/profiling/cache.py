@@ -89,9 +89,8 @@ class ProfileCache:
             self.directory.mkdir(parents=True, exist_ok=True)
             # The system lets go of the lock of a process that has died; not of one that is stopped.
             with filelock.FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_S):
-                for left in _temporary_files(
-                    path
-                ):  # of processes that were killed: we hold the lock
+                # Of processes that were killed: we hold the lock.
+                for left in _temporary_files(path):
                     left.unlink(missing_ok=True)
                 _replace(path, text)
         except NotImplementedError:  # a file system without locks; files are replaced as a whole

@@ -77,7 +77,7 @@ class ProcessExchange:
     def swap(self, sent: Sequence[bytes], sizes: Sequence[int]) -> list[bytes]:
         """Bytes to each rank, and from each."""
         by_rank = [sent[place] for place in self._places]
-        outgoing = torch.frombuffer(bytearray(b"".join(by_rank) or b"\0"), dtype=torch.uint8)
+        outgoing = torch.frombuffer(bytearray().join(by_rank) or bytearray(1), dtype=torch.uint8)
         incoming = torch.empty(sum(sizes), dtype=torch.uint8)
         coming = [sizes[place] for place in self._places]
         dist.all_to_all_single(

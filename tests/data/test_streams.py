@@ -171,7 +171,11 @@ def open_plans(
             PlanningOptions(**changed),
             batch_size,
         )
-    plans.planner = StreamPlanner(planner, on_too_long=on_too_long, tokens_per_step=tokens)  # type: ignore[arg-type]
+    plans.planner = StreamPlanner(
+        planner,
+        on_too_long=on_too_long,  # type: ignore[arg-type]
+        tokens_per_step=tokens,
+    )
     return plans, StreamLoader(loader, plans, list)
 
 
@@ -365,6 +369,86 @@ def test_resume_bit_for_bit(kind: type[Numbers], done: int) -> None:
         ]
         if kind is Resumable:
             assert num_read < 500
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"policy": "bucket"}, {"limit": 1_500_000}, {"batch_size": 3}]
+)
+def test_resume_with_other_options(changed: dict[str, Any]) -> None:
+    """What was planned is run only where it would be planned so again; each sample once."""
+    lengths, threads = [min(n, 400) for n in lengths_of(180)], Threads(4)
+
+    def whole(exchange: Any) -> Any:
+        plans, loader = open_plans(exchange, Numbers(lengths), lookahead_steps=8)
+        steps = read_epoch(plans, loader, 0, 6)
+        return steps[:5], plans.state(0, 5, 10**9)
+
+    def resumed(exchange: Any) -> Any:
+        options = {"lookahead_steps": 8, **changed}
+        plans, loader = open_plans(exchange, Numbers(lengths), **options)
+        assert plans.resume(state, 0, 5).exact
+        return read_epoch(plans, loader, 0)
+
+    first = threads.run_well(whole)
+    state = first[0][1]
+    assert len(state.plans) >= 3
+    second = threads.run_well(resumed)
+    assert trained([a + b for (a, _), b in zip(first, second, strict=True)]) == Counter(range(180))
+    plans = [plan for _, plan in second[0]]
+    assert (plans[: len(state.plans)] == list(state.plans)) == (not changed)
+    most = changed.get("limit", 10**9)
+    assert all(m.est_bytes <= most for plan in plans for m in plan.micro_batches)
+    if "limit" in changed:  # else nothing is tested
+        assert any(m.est_bytes > most for plan in state.plans for m in plan.micro_batches)
+
+
+def test_resumed_twice_with_workers() -> None:
+    """The second run ends before it has read again all that the first one had consumed."""
+    lengths, state = lengths_of(120), None
+    seen: Counter[int] = Counter()
+    for most, lookahead_steps in ((3, 2), (1, 1), (10**9, 1)):
+        plans, loader = open_plans(
+            Alone(),
+            Numbers(lengths),
+            batch_size=8,
+            lookahead_steps=lookahead_steps,
+            num_workers=4,
+        )
+        begun = 0
+        if state is not None:
+            begun = state.iteration
+            assert plans.resume(state, 0, begun).exact
+        steps = read_epoch(plans, loader, 0, most)
+        seen.update(i for ids, _ in steps for i in ids)
+        state = plans.state(0, begun + len(steps), 10**9)
+        plans.close()
+    assert seen == Counter(range(120))
+
+
+def test_resumed_twice_goes_on_by_the_states_of_the_data_set() -> None:
+    """Also where the second run has read too little to have taken one that helps."""
+    lengths, threads = lengths_of(900), Threads(4)
+    state: Any = None
+
+    def run(exchange: Any, most: int) -> Any:
+        dataset = Resumable(lengths)
+        plans, loader = open_plans(exchange, dataset, batch_size=8)
+        dataset.num_read, begun = 0, 0
+        if state is not None:
+            begun = state.iteration
+            assert plans.resume(state, 0, begun).told == ""
+        steps = read_epoch(plans, loader, 0, most)
+        return steps, plans.state(0, begun + len(steps), 10**9), dataset.num_read
+
+    runs = []
+    for most in (20, 1, 10**9):
+        results = threads.run_well(functools.partial(run, most=most))
+        runs.append(results)
+        state = results[0][1]
+    steps = [[step for r in runs for step in r[rank][0]] for rank in range(4)]
+    assert trained(steps) == Counter(range(900))
+    for _, _, num_read in runs[2]:
+        assert num_read < 500
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (1, 3)])

@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_dcp.strategies.checkpointing import failures
 from lightning_dcp.strategies.checkpointing.completeness import (
     MANIFEST,
     what_is_missing,
@@ -237,6 +238,23 @@ def test_a_full_disk(form: str, tmp_path: Path) -> None:
     assert failed >= 10
 
 
+def test_a_full_disk_is_told_of_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder is saved in parts; seen from rank 1 of two, whose disk is full."""
+    path = tmp_path / "last.ckpt"
+    answers = iter([lambda told: [None, told], lambda told: [told, told]])
+    monkeypatch.setattr(failures, "gather_objects", lambda told: next(answers)(told))
+
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError) as caught:
+        together(path, lambda: together(path, fail), 520)
+    text = str(caught.value)
+    assert caught.value.errno == errno.ENOSPC
+    assert f"{str(path)!r} could not be saved (on rank 1): No space left on device" in text
+    assert text.count("could not be saved") == text.count("Free some space") == 1
+
+
 def in_a_process(work: Callable[[], str]) -> str:
     """What `work` returns in a process of its own, whose limits and user may be changed."""
     reading, writing = os.pipe()
@@ -280,8 +298,8 @@ def test_the_system_refuses(form: str, tmp_path: Path) -> None:
 
     text = in_a_process(too_large)
     assert text.startswith("OSError") and "File too large" in text
-    if form == "file":
-        assert "it takes about 520 bytes. Raise the limit of `ulimit -f`" in text
+    needed = ", it takes about 520 bytes" if form == "file" else ""
+    assert f"File too large{needed}. Raise the limit of `ulimit -f`" in text
     path.parent.chmod(0o555)
     tmp_path.chmod(0o755)
     for parent in tmp_path.parents[:2]:
@@ -467,6 +485,7 @@ def test_a_full_disk_of_one_rank(pair: World, cache: str, name: str, tmp_path: P
         path = str(tmp_path / f"{bool(bad_rank)}.ckpt")
         assert f"{path!r} could not be saved (on rank {bad_rank}): No space left" in text
         assert "are free. Free some space, or save elsewhere" in text
+        assert text.count("could not be saved") == 1
     for result in found:
         assert result["losses"] == wanted[0]["losses"]
     assert {p.name for p in tmp_path.iterdir()} == {

@@ -98,11 +98,6 @@ class Buffer:
         self._own: dict[int, bytes] = {}
         self._ahead: list[Record] = []
 
-    @property
-    def own_bytes(self) -> int:
-        """Bytes of the samples that this rank keeps."""
-        return sum(map(len, self._own.values()))
-
     def fill(self, *, tokens: int = 0, samples: int = 0) -> None:
         """Read until so much of this rank waits, or everything is read; a collective.
 
@@ -197,10 +192,10 @@ class Buffer:
             b"".join(self._own[i] for i in ids if i % world_size == rank) if r != rank else b""
             for r, ids in enumerate(wanted)
         ]
-        coming = [
-            [i for i in wanted[rank] if i % world_size == source] if source != rank else []
-            for source in range(world_size)
-        ]
+        coming: list[list[int]] = [[] for _ in range(world_size)]
+        for i in wanted[rank]:
+            if i % world_size != rank:
+                coming[i % world_size].append(i)
         sizes = [sum(self._num_bytes[i] for i in ids) for ids in coming]
         for ids, data in zip(coming, self._exchange.swap(sent, sizes), strict=True):
             start = 0
@@ -239,7 +234,11 @@ class Buffer:
                 raise error
             failed = next(r for r, text in enumerate(told) if text is not None)
             raise RuntimeError(f"Reading the stream failed on rank {failed}: {told[failed]}")
-        self.state = ReadState(headers[:, 2 : 2 + workers], headers[:, 2 + workers :])
+        # A run that goes on reads anew what it had read: never less than it has known.
+        self.state = ReadState(
+            np.maximum(self.state.read, headers[:, 2 : 2 + workers]),
+            np.maximum(self.state.finished, headers[:, 2 + workers :]),
+        )
         all_rows = np.concatenate([values[start:].reshape(-1, _COLUMNS) for values in everyone])
         self.put_back(all_rows[:, 0], all_rows[:, 1])
         self._num_bytes.update(zip(all_rows[:, 0].tolist(), all_rows[:, 2].tolist(), strict=True))
@@ -247,4 +246,6 @@ class Buffer:
             own = [(r.worker, r.snapshot) for r in new if r.snapshot is not None]
             for source, found in enumerate(self._exchange.gather_objects(own)):
                 for worker, snapshot in found:
-                    self.snapshots.setdefault((source, worker), []).append(snapshot)
+                    known = self.snapshots.setdefault((source, worker), [])
+                    if not known or snapshot[0] > known[-1][0]:  # else read again after a resume
+                        known.append(snapshot)

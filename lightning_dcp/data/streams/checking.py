@@ -102,5 +102,5 @@ def _overlap(checks: Sequence[Checks], by_index: bool, name: str) -> str:
 
 def _are_same(first: Mapping[int, bytes], second: Mapping[int, bytes]) -> bool:
     """Whether two begin alike; samples that are all equal say nothing."""
-    both = sorted(first.keys() & second.keys())
-    return len({first[i] for i in both}) > 1 and all(first[i] == second[i] for i in both)
+    both = first.keys() & second.keys()
+    return all(first[i] == second[i] for i in both) and len({first[i] for i in both}) > 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ from lightning_dcp.planning.stream import StreamPlanner, reference_lengths
 __all__ = ["Continuation", "Examples", "StreamPlans"]
 
 _NUM_EXAMPLES = 64
-_EXAMPLE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -234,11 +233,11 @@ class StreamPlans:
             reference=self.planner.reference,
             tokens_per_step=self.planner.tokens_per_step,
             corrections=self.planner.corrections,
-            cost_profile=self.planner.planner.inputs["cost profile"],
+            inputs=self.planner.planner.inputs,
         )
 
     def resume(self, saved: StreamState | None, epoch: int, iteration: int) -> Continuation:
-        """Let the next iterator go on where a run was interrupted. A pure function of its input.
+        """Let the next iterator go on where a run was interrupted. Alike on all ranks.
 
         Args:
             saved: What the checkpoint says of the stream; None: nothing.
@@ -250,7 +249,7 @@ class StreamPlans:
         self._saved, self._begin_at = None, (epoch, iteration)
         if saved is not None and saved.world_size == self.exchange.world_size:
             if saved.corrections is not None:
-                self.planner.set_corrections(saved.corrections, saved.cost_profile)
+                self.planner.set_corrections(saved.corrections, saved.inputs["cost profile"])
             self.planner.set_reference(saved.reference)
         if not iteration:
             return Continuation()
@@ -267,6 +266,9 @@ class StreamPlans:
                 " repeated.",
                 exact=False,
             )
+        if saved.inputs != self.planner.planner.inputs:
+            # Other options, limits or costs: what was planned may not fit any more.
+            saved = replace(saved, plans=())
         self._saved = saved
         num = int(saved.read.sum() - saved.ids.size)
         if saved.world_size != self.exchange.world_size:

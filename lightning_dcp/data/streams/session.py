@@ -61,7 +61,7 @@ class _Window:
     state: ReadState
     reference: IntArray
     corrections: Mapping[str, Any] | None
-    cost_profile: str
+    inputs: Mapping[str, str]
 
 
 @dataclass
@@ -98,7 +98,6 @@ class Session:
         self._windows: deque[_Window] = deque(maxlen=_REMEMBERED)
         #: Ids of samples -> their lengths, of what was fetched lately.
         self._lengths: dict[int, int] = {}
-        self.num_left_out = 0
 
     @property
     def plans(self) -> Sequence[Plan]:
@@ -147,7 +146,8 @@ class Session:
         Raises:
             RuntimeError: The stream gives other samples than it did.
         """
-        self.planner.set_reference(state.reference)
+        for rank, worker, index, snapshot in state.snapshots:
+            self.buffer.snapshots.setdefault((rank, worker), []).append((index, snapshot))
         self.buffer.restore(state.ids.tolist())
         if not np.array_equal(self.buffer.lengths, state.lengths):
             place = int(np.flatnonzero(self.buffer.lengths != state.lengths)[0])
@@ -197,7 +197,7 @@ class Session:
             reference=window.reference,
             tokens_per_step=self.planner.tokens_per_step,
             corrections=window.corrections,
-            cost_profile=window.cost_profile,
+            inputs=window.inputs,
             snapshots=tuple(
                 (rank, worker, *snapshot)
                 for (rank, worker), found in sorted(self.buffer.snapshots.items())
@@ -260,7 +260,6 @@ class Session:
                 f" {int(buffer.lengths[out][0])} tokens, which does not fit into memory, and all"
                 f" that are longer than {self.planner.planner.truncate_to} tokens."
             )
-            self.num_left_out += len(ids)
             buffer.take(ids)
             buffer.forget(ids)
             for i in ids:
@@ -291,7 +290,7 @@ class Session:
                 self.buffer.state,
                 self.planner.reference,
                 self.planner.corrections,
-                self.planner.planner.inputs["cost profile"],
+                self.planner.planner.inputs,
             )
         )
 

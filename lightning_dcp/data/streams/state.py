@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dcp.data.streams.buffer import SampleIds
 from lightning_dcp.data.streams.passed import Passed
 from lightning_dcp.planning.lengths import IntArray
 from lightning_dcp.planning.plan import Plan
@@ -37,7 +38,7 @@ class StreamState:
         tokens_per_step: Tokens that a step aims at.
         snapshots: (rank, worker, index of the next sample, state of the data set) of each.
         corrections: With which the planner's costs were made; None where they are the profile's.
-        cost_profile: Hash of these costs.
+        inputs: What the planner that made `plans` was made of (`EpochPlanner.inputs`).
     """
 
     epoch: int
@@ -55,9 +56,9 @@ class StreamState:
     passed: Sequence[Passed]
     reference: IntArray
     tokens_per_step: int
+    inputs: Mapping[str, str]
     snapshots: Sequence[tuple[int, int, int, Any]] = ()
     corrections: Mapping[str, Any] | None = None
-    cost_profile: str = ""
 
     def as_passed(self, rank: int | None = None) -> Passed:
         """What was trained on, for a reader.
@@ -67,9 +68,9 @@ class StreamState:
                 are dealt out by index.
         """
         waiting = []
+        names = SampleIds(self.world_size, self.num_workers)
         for sample_id in self.ids.tolist():
-            rest, source = divmod(sample_id, self.world_size)
-            place, worker = divmod(rest, self.num_workers)
+            source, worker, place = names.where(sample_id)
             if rank is None or source == rank:
                 waiting.append((0 if rank is not None else source, worker, place))
         rows = slice(None) if rank is None else slice(rank, rank + 1)

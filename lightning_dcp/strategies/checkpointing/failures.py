@@ -56,9 +56,9 @@ def together(path: Any, work: Callable[[], T], needed_bytes: int | None = None) 
     on = "" if len(everyone) == 1 else f" (on rank {rank})"
     if number is None:
         raise RuntimeError(f"The checkpoint {str(path)!r} could not be saved{on}: {text}")
-    raise OSError(number, text.replace("could not be saved", f"could not be saved{on}", 1)) from (
-        error
-    )
+    if "could not be saved (on rank " not in text:
+        text = text.replace("could not be saved", f"could not be saved{on}", 1)
+    raise OSError(number, text) from error
 
 
 def num_bytes_in(state: Any) -> int:
@@ -82,7 +82,8 @@ def _system_error(error: BaseException) -> OSError | None:
 
 def _explained(error: OSError, path: Any, needed_bytes: int | None) -> str:
     reason = error.strerror or str(error)
-    if error.errno == errno.EISDIR and error.filename is None:  # of `Replacement`
+    # Says it all: of `Replacement`, or of `together` within the work.
+    if error.filename is None and reason.startswith("The checkpoint "):
         return reason
     begin = f"The checkpoint {str(path)!r} could not be saved: {reason}"
     if error.errno in _FULL:
@@ -93,8 +94,9 @@ def _explained(error: OSError, path: Any, needed_bytes: int | None) -> str:
     elif error.errno in _FORBIDDEN:
         where = "" if error.filename is None else f" ({str(error.filename)!r})"
         advice = f"{where}. Give the user who runs this the right to write there"
-    elif error.errno == errno.EFBIG and needed_bytes is not None:
-        advice = f", it takes about {_shown(needed_bytes)}. Raise the limit of `ulimit -f`"
+    elif error.errno == errno.EFBIG:
+        needed = "" if needed_bytes is None else f", it takes about {_shown(needed_bytes)}"
+        advice = f"{needed}. Raise the limit of `ulimit -f`"
     else:
         where = "" if error.filename is None else f" ({str(error.filename)!r})"
         advice = f"{where}. Mend that"
