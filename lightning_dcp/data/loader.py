@@ -33,6 +33,7 @@ from torch.utils.data import (
 from typing_extensions import override
 
 from lightning_dcp.data._lightning_compat import remake_subclass
+from lightning_dcp.data.attributes import AttributesOfDataset
 from lightning_dcp.data.batch import IterationBatch, IterationSamples, PlanKey
 from lightning_dcp.data.packing import PackingCollate
 from lightning_dcp.data.sampler import Planner, PlanSampler
@@ -146,11 +147,8 @@ def _is_shuffled(sampler: Any, num_samples: int) -> bool:
     )
 
 
-class PlanDataset(Dataset[IterationSamples]):
+class PlanDataset(AttributesOfDataset, Dataset[IterationSamples]):
     """The user's data set, asked for one iteration at a time.
-
-    Attributes are the user's data set's, to read and to set: a `worker_init_fn` that opens a file
-    in `get_worker_info().dataset`, or code that looks at `loader.dataset`, works as before.
 
     Args:
         dataset: The user's map-style data set.
@@ -207,20 +205,6 @@ class PlanDataset(Dataset[IterationSamples]):
             return sample
         cut = NotImplemented if self._truncate is None else self._truncate(sample, limit)
         return truncate_sample(sample, limit) if cut is NotImplemented else cut
-
-    def __getattr__(self, name: str) -> Any:
-        # Only what is not found here. Special methods are not passed on: pickling and copying look
-        # for some before there is a data set.
-        if name in self._OWN or (name.startswith("__") and name.endswith("__")):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._dataset, name)
-
-    @override
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN:
-            super().__setattr__(name, value)
-        else:
-            setattr(self._dataset, name, value)
 
 
 @contextmanager

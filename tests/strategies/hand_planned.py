@@ -63,6 +63,13 @@ def make_plans(num_steps: int) -> list[Plan]:
     return plans
 
 
+def loss_scale(strategy: Any) -> float:
+    """By which losses in float16 are multiplied now."""
+    if isinstance(strategy, DCPStrategy):
+        return float(strategy.deepspeed_engine.optimizer.loss_scale)
+    return float(strategy.precision_plugin.scaler.get_scale())
+
+
 def full_gradient(parameter: Any) -> Tensor:
     """A reduced gradient under ZeRO-1, put together from all ranks' parts.
 

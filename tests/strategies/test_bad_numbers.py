@@ -20,8 +20,17 @@ from torch.utils.data import DataLoader
 from lightning_dcp.planning.plan import Plan
 from lightning_dcp.strategies.deepspeed import DCPStrategy
 from lightning_dcp.strategies.replicas import refuse_unequal_losses
+from tests.models.harness import trainer_of
 from tests.strategies import hand_planned
-from tests.strategies.hand_planned import LENGTHS, STRATEGIES, Watch, make_plans, steps_of, train
+from tests.strategies.hand_planned import (
+    LENGTHS,
+    STRATEGIES,
+    Watch,
+    loss_scale,
+    make_plans,
+    steps_of,
+    train,
+)
 from tests.strategies.test_precision import SCALED, WithSGD
 from tests.strategies.toys import (
     IGNORE,
@@ -205,11 +214,8 @@ class WatchScaler(Watch):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *rest: Any) -> None:
         super().on_train_batch_end(trainer, pl_module, *rest)
         strategy: Any = trainer.strategy
-        if isinstance(strategy, DCPStrategy):
-            self.seen.append((strategy.deepspeed_engine.optimizer.loss_scale, {}))
-        else:
-            plugin = strategy.precision_plugin
-            self.seen.append((plugin.scaler.get_scale(), plugin.state_dict()))
+        saved = strategy.precision_plugin.state_dict()
+        self.seen.append((loss_scale(strategy), {} if isinstance(strategy, DCPStrategy) else saved))
 
 
 def test_nan_is_no_difference_between_ranks_that_share_a_micro_batch() -> None:
@@ -234,16 +240,7 @@ def test_nan_is_no_difference_between_ranks_that_share_a_micro_batch() -> None:
 def fit(rank: int, model: Any, plans: list[Plan], *, name: str = "dcp_ddp", **options: Any) -> Any:
     strategy = STRATEGIES[name](loss_average="tokens", **options.pop("strategy", {}))
     collate = options.pop("collate", pad)
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=4,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"max_epochs": 1, **options},
-    )
+    trainer = trainer_of(strategy, **options)
     with hand_planned.hand_planned(strategy, plans):
         trainer.fit(model, DataLoader(Sequences(LENGTHS), batch_size=2, collate_fn=collate))
     return trainer

@@ -19,7 +19,7 @@ from torch import Tensor
 import lightning_dcp  # noqa: F401 - registers the strategies' names
 from lightning_dcp.strategies.deepspeed import DCPStrategy
 from lightning_dcp.strategies.fsdp import DCPFSDPStrategy
-from tests.strategies.hand_planned import LENGTHS, Watch, make_plans, train, wanted_of
+from tests.strategies.hand_planned import LENGTHS, Watch, loss_scale, make_plans, train, wanted_of
 from tests.strategies.toys import Sequences, ToyLM, largest_relative_error, reference, whole
 from tests.worlds import World
 
@@ -129,13 +129,12 @@ class WatchScale(Watch):
         super().on_train_batch_end(trainer, pl_module, *rest)
         strategy: Any = trainer.strategy
         if isinstance(strategy, DCPStrategy):
-            scale = strategy.deepspeed_engine.optimizer.loss_scale
             read: Any = safe_get_full_fp32_param
         else:
-            scale = strategy.precision_plugin.scaler.get_scale()
             read = lambda parameter: whole(parameter.detach())  # noqa: E731
         parameters = {n: read(p) for n, p in pl_module.named_parameters()}
-        self.seen.append((scale, parameters, getattr(pl_module, "overflowed", False)))
+        overflowed = getattr(pl_module, "overflowed", False)
+        self.seen.append((loss_scale(strategy), parameters, overflowed))
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from typing_extensions import override
 
+from lightning_dcp.data.attributes import AttributesOfDataset
 from lightning_dcp.data.streams.passed import Passed, Start
 from lightning_dcp.data.streams.records import (
     Record,
@@ -55,11 +56,8 @@ class Chunk(NamedTuple):
     last: bool
 
 
-class StreamDataset(IterableDataset[Chunk]):
+class StreamDataset(AttributesOfDataset, IterableDataset[Chunk]):
     """The user's data set, read in chunks of records.
-
-    Attributes are the user's data set's, to read and to set, so that a `worker_init_fn` which looks
-    at `get_worker_info().dataset` works as before.
 
     Args:
         shard: This rank's part.
@@ -153,18 +151,6 @@ class StreamDataset(IterableDataset[Chunk]):
                 yield Chunk(worker, records, checks, False)
                 records, checks = [], []
         yield Chunk(worker, records, checks, True)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self._OWN or (name.startswith("__") and name.endswith("__")):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._dataset, name)
-
-    @override
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN:
-            super().__setattr__(name, value)
-        else:
-            setattr(self._dataset, name, value)
 
 
 class StreamReader:
