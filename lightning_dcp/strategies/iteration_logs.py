@@ -233,11 +233,12 @@ class IterationLogs:
                 is filed.
 
         Returns:
-            (W, E): `extra` of every rank.
+            (W, E): `extra` of every rank, on the host: the device is waited for once.
         """
         extras, logged = self._ranks.gather(
             [*self._values, *self._metrics], self._contribution, extra
         )
+        extras = extras.cpu()
         if is_lost(extras):
             logged = []
         for key, values, weights, flags in logged:
