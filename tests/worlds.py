@@ -54,9 +54,18 @@ from typing import Any
 # Nothing in the server has run a kernel or started a thread, so that the fork is safe.
 _CONTEXT = multiprocessing.get_context("forkserver")
 # torch._dynamo and sympy with it would else be imported by each rank at its first checkpoint: 3 s;
-# Lightning at its first import: another 2 s. (Not deepspeed: it asks for CUDA when it is imported.)
+# Lightning at its first import: another 2 s, and this package with what it needs of torch 1 s.
+# (Not deepspeed: it asks for CUDA when it is imported.)
 _CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "numpy", "lightning.pytorch"]
+    [
+        "torch",
+        "torch.distributed",
+        "torch._dynamo",
+        "numpy",
+        "lightning.pytorch",
+        "lightning_dcp.strategies.ddp",
+        "lightning_dcp.strategies.fsdp",
+    ]
 )
 
 _GRACE_S = 3.0  # for the other ranks, once one has failed

@@ -173,6 +173,14 @@ def test_three_sigterms(world: World, cache: str, tmp_path: Path) -> None:
     assert not [p for p in folder.iterdir() if p.name.startswith(".")]
 
 
+def test_a_signal_after_the_last_iteration(world: World, cache: str, tmp_path: Path) -> None:
+    """There is no further iteration before which ranks could agree."""
+    moment = Moment(ranks=(1,), steps=4, hook="on_train_epoch_end")
+    ended = world.run(interrupted, "dcp_ddp", cache, str(tmp_path), 4, moment)
+    assert [how for how, _ in ended] == ["terminated"] * 2
+    assert list(curve_of(tmp_path)) == [1, 2, 3, 4]
+
+
 class CountBatches(L.Callback):
     """Validation batches; a SIGTERM to rank 1 in the second."""
 

@@ -73,7 +73,7 @@ def world() -> Iterator[World]:
         pytest.param("block.compile()", 1, 2, marks=pytest.mark.slow),
         ("block.compile()", 2, 1),
         pytest.param("torch.compile(block)", 2, 1, marks=pytest.mark.slow),
-        ("dynamic", 1, 1),
+        pytest.param("dynamic", 1, 1, marks=pytest.mark.slow),
     ],
 )
 def test_lengths_do_not_compile_blocks_anew(

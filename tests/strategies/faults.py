@@ -2,26 +2,30 @@
 
 `run` starts a world that trains, lets one rank come to harm at one place, and says when and how
 each process ended and what it wrote. The ranks are no `World`: that one kills what does not answer,
-which is what these tests are about.
+which is what these tests are about. `launch` has the ranks started as users start them, by torchrun
+or by Lightning's launcher, from this file as a program.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing.connection
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import numpy as np
 import numpy.typing as npt
+import psutil
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -108,7 +112,7 @@ class HarmedLM(ToyLM):
         super().validation_step(batch, batch_idx)
 
 
-def train_until_harmed(harm: Harm, folder: Path, strategy: Any) -> None:
+def train_until_harmed(harm: Harm, folder: Path, strategy: Any, num_workers: int = 0) -> None:
     """One rank's program."""
     trainer = L.Trainer(
         strategy=strategy,
@@ -122,7 +126,9 @@ def train_until_harmed(harm: Harm, folder: Path, strategy: Any) -> None:
         enable_model_summary=False,
         default_root_dir=folder,
     )
-    data = torch.utils.data.DataLoader(Sequences(LENGTHS), batch_size=2, collate_fn=pad)
+    data = torch.utils.data.DataLoader(
+        Sequences(LENGTHS), batch_size=2, collate_fn=pad, num_workers=num_workers
+    )
     with hand_planned(strategy, SavablePlanner(plans())):
         trainer.fit(HarmedLM(harm, folder), data, loader([4, 5, 6, 7, 8, 9], shuffle=False))
     print(f"finished after {trainer.global_step} steps", flush=True)
@@ -215,3 +221,98 @@ def run(
         texts=[(folder / f"out-{rank}").read_text() for rank in range(WORLD_SIZE)],
         unfinished=unfinished,
     )
+
+
+@dataclass(frozen=True)
+class Launched:
+    """How ranks ended that a launcher had started.
+
+    Attributes:
+        code: exit code of the launcher.
+        seconds: from the harm to the end of the last process, loader workers included.
+        text: what all of them wrote.
+        left: processes that had to be killed by the test.
+    """
+
+    code: int
+    seconds: float
+    text: str
+    left: list[int]
+
+
+def launch(
+    harm: Harm,
+    folder: Path,
+    *,
+    by: str,
+    strategy: str = "dcp_ddp",
+    num_workers: int = 0,
+    timeout_s: float = RANK_TIMEOUT_S,
+    limit_s: float = 150.0,
+) -> Launched:
+    """Have a launcher start the ranks, and see how all processes end.
+
+    Args:
+        harm: what happens.
+        folder: an empty one.
+        by: "torchrun", or "lightning": rank 0 is the user's process and starts the others.
+        strategy: name of it.
+        num_workers: of the loader.
+        timeout_s: `rank_timeout_s`.
+        limit_s: after which processes that are left are killed.
+    """
+    torchrun = [
+        "torch.distributed.run", f"--nproc-per-node={WORLD_SIZE}", "--master-addr=127.0.0.1",
+        "--master-port=0", "-m",
+    ]  # fmt: skip
+    given = json.dumps([asdict(harm), str(folder), strategy, num_workers, timeout_s])
+    command = [sys.executable, "-m", *(torchrun if by == "torchrun" else [])]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    out = folder / "out"
+    with out.open("w") as file:
+        launcher = subprocess.Popen(
+            [*command, "tests.strategies.faults", given],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=Path(__file__).parents[2],
+        )
+    deadline_s = time.monotonic() + limit_s
+    left = _processes_of(folder)
+    while left and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+        launcher.poll()
+        left = _processes_of(folder)
+    ended_s = time.time()
+    for process in left:
+        process.kill()
+    struck = folder / "struck"
+    since_s = float(struck.read_text()) if struck.exists() else ended_s
+    code = launcher.wait(10)
+    return Launched(code, ended_s - since_s, out.read_text(), [process.pid for process in left])
+
+
+def _processes_of(folder: Path) -> list[psutil.Process]:
+    """All that were started with the folder as an argument, forked ones too."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and any(
+                f'"{folder}"' in argument for argument in process.cmdline()
+            ):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def main() -> None:
+    """Of each rank that `launch` has started."""
+    harm, folder, name, num_workers, timeout_s = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    strategy = STRATEGIES[name](reliability=ReliabilityOptions(rank_timeout_s=timeout_s))
+    train_until_harmed(Harm(**harm), Path(folder), strategy, num_workers)
+
+
+if __name__ == "__main__":
+    main()

@@ -228,7 +228,9 @@ def ddp(world: World, cache: str, tmp_path_factory: pytest.TempPathFactory) -> A
     return folder, run[0]["losses"]
 
 
-@pytest.mark.parametrize("name", ["dcp", "dcp_ddp", "dcp_fsdp"])
+@pytest.mark.parametrize(
+    "name", ["dcp", "dcp_ddp", pytest.param("dcp_fsdp", marks=pytest.mark.slow)]
+)
 def test_files_go_from_ddp_to_ours_and_back(
     world: World, cache: str, ddp: Any, name: str, tmp_path: Path
 ) -> None:

@@ -137,6 +137,7 @@ class TestLightningCLI:
         out = run(script, "fit", "--config", config, "--trainer.devices=1", folder=tmp_path)
         assert "rank 0: step 6, dcp_ddp, dcp-intra, None" in out
 
+    @pytest.mark.slow
     def test_strategy_by_class_path_without_an_import(self, tmp_path: Path) -> None:
         script = write(tmp_path / "train.py", CLI_SCRIPT.format(imports="", mixin=""))
         config = write(tmp_path / "config.yaml", TRAINER_YAML.format(strategy=CLASS_PATH))
@@ -251,6 +252,7 @@ class TestProcessGroupsAtExit:
             for rank in range(2)
         ]
 
+    @pytest.mark.slow
     def test_are_destroyed(self, tmp_path: Path) -> None:
         for process in self.start(tmp_path, pending=False):
             out, _ = process.communicate(timeout=100)

@@ -63,7 +63,9 @@ def assert_same(
 
 
 @pytest.mark.parametrize("double", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("name", ["dcp_ddp", "dcp", "dcp_fsdp"])
+@pytest.mark.parametrize(
+    "name", ["dcp_ddp", "dcp", pytest.param("dcp_fsdp", marks=pytest.mark.slow)]
+)
 class TestParity:
     def test_metrics_file(self, run: Any, name: str, double: bool) -> None:
         theirs, ours = run("ddp", double)[0]["csv"], run(name, double)[0]["csv"]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.strategies.faults import WORLD_SIZE, Harm, Outcome, run
+from lightning_dcp.strategies.checkpointing.completeness import what_is_missing
+from tests.strategies.faults import WORLD_SIZE, Harm, Launched, Outcome, launch, run
 
 #: Seconds from the harm to the end of every process. Quiet machines need a tenth of it; here many
 #: processes share two cores.
@@ -31,10 +32,21 @@ def harmed(folder: Path, harm: Harm, **options: Any) -> Outcome:
     assert (own / "struck").exists(), told
     assert max(outcome.seconds) < BOUND_S + options.get("timeout_s", 0.0), told
     assert 0 not in outcome.codes, told
-    checkpoint = torch.load(own / "checkpoints" / "last.ckpt", weights_only=False)
-    assert checkpoint["global_step"] == harm.step, told
-    assert all(tensor.isfinite().all() for tensor in checkpoint["state_dict"].values())
+    print(f"{own.name}: all had ended {max(outcome.seconds):.1f} s after the harm")
+    check_last_checkpoint(own, harm)
     return outcome
+
+
+def check_last_checkpoint(own: Path, harm: Harm) -> None:
+    """It is whole, and of the step before."""
+    last = own / "checkpoints" / "last.ckpt"
+    assert what_is_missing(last) is None
+    if last.is_dir():  # of DeepSpeed
+        last = last / "checkpoint" / "mp_rank_00_model_states.pt"
+    checkpoint = torch.load(last, weights_only=False)
+    assert checkpoint["global_step"] == harm.step
+    tensors = checkpoint.get("state_dict") or checkpoint["module"]
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
 
 
 def others(outcome: Outcome, rank: int) -> list[str]:
@@ -102,10 +114,46 @@ class TestElsewhere:
         for text in others(outcome, 2):
             assert "rank 2 raised SystemExit: 0" in text
 
-    def test_fsdp(self, folder: Path) -> None:
-        outcome = harmed(folder, Harm("kill", "training_step", rank=1), strategy="dcp_fsdp")
+    @pytest.mark.parametrize("strategy", ["dcp", "dcp_fsdp"])
+    @pytest.mark.parametrize("kind", ["kill", "raise"])
+    def test_engines(self, folder: Path, strategy: str, kind: str) -> None:
+        outcome = harmed(folder, Harm(kind, "training_step", rank=1), strategy=strategy)
+        what = "raised ValueError: the sun has set" if kind == "raise" else "died: its process .*"
         for text in others(outcome, 1):
-            assert re.search(rf"rank 1 died: its process .*Last seen in: {IN_STEP}", text)
+            assert re.search(rf"rank 1 {what}\. Last seen in: {IN_STEP}", text)
+
+
+@pytest.mark.slow
+class TestLaunched:
+    """Ranks that torchrun or Lightning's launcher has started, with loader workers."""
+
+    @pytest.mark.parametrize("by", ["torchrun", "lightning"])
+    @pytest.mark.parametrize("rank", [0, 2])
+    @pytest.mark.parametrize("kind", ["kill", "raise", "stop"])
+    def test_all_processes_end(self, folder: Path, by: str, rank: int, kind: str) -> None:
+        harm = Harm(kind, "training_step", rank=rank)
+        own = folder / f"{by}-{rank}-{kind}"
+        own.mkdir()
+        outcome = launch(harm, own, by=by, num_workers=1, timeout_s=6.0)
+        print(f"{by}, rank {rank}, {kind}: {outcome.seconds:.1f} s, code {outcome.code}")
+        assert outcome.left == [], outcome.text
+        assert (own / "struck").exists(), outcome.text
+        assert outcome.code != 0, outcome.text
+        assert outcome.seconds < 2 * BOUND_S, outcome.text
+        self.check_named(outcome, harm)
+        check_last_checkpoint(own, harm)
+
+    @staticmethod
+    def check_named(outcome: Launched, harm: Harm) -> None:
+        """Some rank that lives says which one is lost, and where it was."""
+        what = {
+            "kill": "died",
+            "raise": "raised ValueError: the sun has set",
+            "stop": "has not answered for",
+        }[harm.kind]
+        assert re.search(rf"rank {harm.rank} {what}.*Last seen in: {IN_STEP}", outcome.text), (
+            outcome.text
+        )
 
 
 @pytest.mark.slow

@@ -255,10 +255,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
             {1: "slower", 2: "tight", 8: "back", 15: "slower"},
             {"bar": "rich", "workers": {"num_workers": 2, "persistent_workers": True}},
         ),
-        (
+        pytest.param(
             "dcp",
             {3: "tight"},
             {"workers": {"num_workers": 1}, "validate": True, "val_check_interval": 0.5},
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["no workers", "persistent workers, several times", "dcp, new workers, validation"],
