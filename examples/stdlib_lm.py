@@ -231,7 +231,7 @@ class StdlibLM(L.LightningModule):
 
     Args:
         channels: width of the residual stream.
-        heads: attention heads; an SP size has to divide them.
+        heads: attention heads.
         depth: number of blocks.
         learning_rate: peak of the warm-up and cosine schedule.
         warmup: share of all steps in which the learning rate rises.

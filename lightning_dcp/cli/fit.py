@@ -131,14 +131,14 @@ class TrainingCLI(LightningCLI):
             ) from error
 
     def _check_groups(self) -> None:
-        """The parser lets a list or number pass where a class of options is asked for."""
+        """The parser lets a list, number or null pass where a class of options is asked for."""
         init_args = getattr(self._trainer_config().strategy, "init_args", None) or {}
         for name in _GROUPS:
-            value = init_args.get(name)
-            if value is not None and not isinstance(value, Namespace | dict):
+            if name in init_args and not isinstance(value := init_args[name], Namespace | dict):
+                given = "nothing (leave the name out, too)" if value is None else value
                 raise Mistake(
                     f"--trainer.strategy.{name}: expected the options by name, such as"
-                    f" --trainer.strategy.{name}.{_GROUPS[name]}; got {value}."
+                    f" --trainer.strategy.{name}.{_GROUPS[name]}; got {given}."
                 )
 
     def _add_callback(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -132,6 +133,12 @@ class DCPDDPStrategy(DCPStrategyMixin, DDPStrategy):
             raise MisconfigurationException(
                 "model_averaging_period lets ranks' parameters differ, which strategy='dcp_ddp'"
                 " does not support."
+            )
+        if unknown := kwargs.keys() - inspect.signature(DistributedDataParallel).parameters:
+            # Else torch refuses it, when ranks have started and read their data.
+            raise TypeError(
+                f"DCPDDPStrategy has no option {', '.join(sorted(unknown))}, nor has PyTorch's"
+                " DistributedDataParallel, which is given all others."
             )
         super().__init__(
             accelerator=accelerator,

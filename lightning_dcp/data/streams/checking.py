@@ -53,7 +53,7 @@ def _different(checks: Sequence[Checks], name: str) -> str:
             if wrong:
                 return (
                     f"Rank {rank} reads another sample {wrong[0]} of {name} than rank 0. DCP gives"
-                    f" rank r every {len(checks)}-th sample, which leaves samples out unless all"
+                    f" each rank one sample in {len(checks)}, which leaves samples out unless all"
                     " ranks read the same ones in the same order. If the data set shards itself by"
                     f" rank, or draws random numbers of its own, say so by {SHARD_HOOK}: return the"
                     " data set that this rank reads, `dataset` itself if it is sharded already."

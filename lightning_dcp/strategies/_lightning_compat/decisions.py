@@ -36,6 +36,7 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
@@ -91,6 +92,10 @@ class AgreedEnd:
 
     def _leave(self) -> None:
         self._trainer._signal_connector.received_sigterm = True
+        rank_zero_info(
+            "DCP: a rank received SIGTERM: all ranks end here, together. The exit code"
+            " is 0, as Lightning has it."
+        )
         raise SIGTERMException
 
 
