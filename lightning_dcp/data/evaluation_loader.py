@@ -67,12 +67,13 @@ def why_not_planned(dataloader: Any, world_size: int) -> str | None:
 
 def _why_sampler_is_kept(sampler: Any, num_samples: int, world_size: int) -> str | None:
     kind = type(sampler)  # not isinstance: a subclass may choose samples in its own way
-    if kind is SequentialSampler:
+    if kind is SequentialSampler and len(sampler) == num_samples:
         return None
     if kind is RandomSampler and not sampler.replacement and sampler.num_samples == num_samples:
         return "it is shuffled, and one process keeps its order" if world_size == 1 else None
     if (
         kind is DistributedSampler
+        and len(sampler.dataset) == num_samples
         and not sampler.shuffle
         and not sampler.drop_last
         and sampler.num_replicas == world_size

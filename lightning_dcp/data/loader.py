@@ -124,9 +124,9 @@ def read_loader(dataloader: Any) -> LoaderSpec:
 
 def _is_shuffled(sampler: Any, num_samples: int) -> bool:
     kind = type(sampler)  # not isinstance: a subclass may choose samples in its own way
-    if kind is SequentialSampler:
+    if kind is SequentialSampler and len(sampler) == num_samples:
         return False
-    if kind is DistributedSampler:
+    if kind is DistributedSampler and len(sampler.dataset) == num_samples:
         return bool(sampler.shuffle)
     if kind is RandomSampler:
         if sampler.replacement or sampler.num_samples != num_samples:

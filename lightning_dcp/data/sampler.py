@@ -131,7 +131,7 @@ class PlanSampler(DistributedSampler[Any]):
         rest: Rest | None = None,
         when_over: Callable[[], None] | None = None,
     ) -> None:
-        """Let the next iterator begin in the middle of an epoch; those after it begin at 0.
+        """Let iterators of an epoch begin in the middle of it; those of later epochs begin at 0.
 
         Args:
             epoch: The epoch that was interrupted.
@@ -277,8 +277,8 @@ class PlanSampler(DistributedSampler[Any]):
         # iterators).
         epoch, num_iterations, version = self.epoch, len(self), self.version
         seed = int(getattr(self.planner, "seed", 0))
-        first, self._first_iteration = self._first_iteration, 0
-        for iteration in range(first, num_iterations):
+        # The same for all of an epoch: a callback may look at a batch before training asks for one.
+        for iteration in range(self._first_iteration, num_iterations):
             if version != self.version:
                 raise RuntimeError(
                     "The plans of the epoch were replaced while an iterator of the train loader"

@@ -20,7 +20,14 @@ from lightning_dcp.planning.packed import packed_length
 from lightning_dcp.planning.plan import MicroBatch, Plan
 from lightning_dcp.planning.planner import EpochPlanner
 
-__all__ = ["MoreCareful", "NothingLeft", "bucket_index", "more_careful", "more_recomputed"]
+__all__ = [
+    "MoreCareful",
+    "NothingLeft",
+    "bucket_index",
+    "more_careful",
+    "more_careful_later",
+    "more_recomputed",
+]
 
 #: A failed configuration counts as so much more than what fits,
 _ABOVE_LIMIT = 1.05
@@ -91,14 +98,9 @@ def more_careful(now: MoreCareful, failed: Collection[int]) -> MoreCareful:
                 " blocks recomputed, and nothing takes less memory. Raise memory_limit_bytes if the"
                 " device has more, use more ranks, or cut or leave out samples that are this long.",
             )
-    growth = _LEAST_GROWTH[min(now.attempts, len(_LEAST_GROWTH) - 1)]
-    wanted = _larger_factors(planner, plan, failed, growth)
     buckets = {bucket_index(planner, plan.micro_batches[index]) for index in failed}
-    apart = now.apart
-    try:
-        corrected = planner.corrected(wanted)
-    except ValueError:  # some sample fits nowhere
-        corrected, apart = _as_far_as_possible(planner, wanted), apart | buckets
+    corrected, all_fit = _with_less_memory(now, failed)
+    apart = now.apart if all_fit else now.apart | buckets
     again = _same_samples(corrected, plan)
     if again is None or _runs_again(again, plan, failed):
         again, apart = again or plan, apart | buckets
@@ -107,6 +109,17 @@ def more_careful(now: MoreCareful, failed: Collection[int]) -> MoreCareful:
     return MoreCareful(
         planner=corrected, plan=again, attempts=now.attempts + 1, apart=frozenset(apart)
     )
+
+
+def more_careful_later(now: MoreCareful, failed: Collection[int]) -> MoreCareful:
+    """The same of a stream, whose samples are not read again: they keep their micro-batches.
+
+    Raises:
+        NothingLeft: One of them had all blocks recomputed.
+    """
+    plan = more_recomputed(now.plan, failed, now.planner.cost_model.num_blocks)
+    corrected, _ = _with_less_memory(now, failed)
+    return MoreCareful(planner=corrected, plan=plan, attempts=now.attempts + 1)
 
 
 def more_recomputed(plan: Plan, failed: Collection[int], num_blocks: int) -> Plan:
@@ -125,6 +138,16 @@ def more_recomputed(plan: Plan, failed: Collection[int], num_blocks: int) -> Pla
             )
         micro_batches[index] = replace(micro_batches[index], recompute_blocks=num_blocks)
     return replace(plan, micro_batches=tuple(micro_batches))
+
+
+def _with_less_memory(now: MoreCareful, failed: Collection[int]) -> tuple[EpochPlanner, bool]:
+    """A planner that would not plan again what failed, and whether all samples have a place."""
+    growth = _LEAST_GROWTH[min(now.attempts, len(_LEAST_GROWTH) - 1)]
+    wanted = _larger_factors(now.planner, now.plan, failed, growth)
+    try:
+        return now.planner.corrected(wanted), True
+    except ValueError:  # some sample fits nowhere
+        return _as_far_as_possible(now.planner, wanted), False
 
 
 def _larger_factors(

@@ -81,7 +81,11 @@ class StreamPlanner:
         corrections = Corrections.from_plain(plain)
         costs = CorrectedCosts(uncorrected(self.planner.cost_model), corrections)
         if costs.fingerprint()[:16] == cost_profile:
-            self.set_planner(self.planner.corrected(corrections))
+            try:
+                planner = self.planner.corrected(corrections)
+            except ValueError:  # with less memory than before a sample would not fit any more
+                return
+            self.set_planner(planner)
 
     def set_reference(self, lengths: IntArray) -> None:
         """Plan by the lengths that an interrupted run had seen."""

@@ -28,6 +28,7 @@ from lightning_dcp.planning.careful import (
     NothingLeft,
     bucket_index,
     more_careful,
+    more_careful_later,
     more_recomputed,
 )
 from lightning_dcp.planning.planner import EpochPlanner
@@ -200,10 +201,11 @@ class Repeater:
         self._strategy.discard_gradients()
         failed = {shortage.index for shortage in found}
         try:
-            if not self._reads_again:
+            if not isinstance(self._now, EpochPlanner):
                 return more_recomputed(lost, failed, self._num_blocks)
             now = self._careful or MoreCareful(planner=self._now, plan=lost)
-            self._careful = more_careful(now, failed)
+            again = more_careful if self._reads_again else more_careful_later
+            self._careful = again(now, failed)
         except NothingLeft as error:
             last = next(s for s in found if s.index == error.index)
             raise RanOutOfMemory(

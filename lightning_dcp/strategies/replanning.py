@@ -126,7 +126,7 @@ class Replanner:
         )
         self.use(planner)
         stream.replan(planner, next_iteration)
-        compat.go_on_with_stream(self._trainer)
+        compat.go_on_with_stream(self._trainer, next_iteration)
 
     def use(self, planner: EpochPlanner) -> None:
         """Make a planner that of the epochs to come; the running one stays as it is."""

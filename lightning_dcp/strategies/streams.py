@@ -55,7 +55,7 @@ class ProcessExchange:
 
     def __init__(self, layout: Layout, group: Any = None) -> None:
         self._group = group
-        self._ranks = layout.ranks
+        self.ranks = layout.ranks
         self._places = layout.places
         self.rank = layout.places[dist.get_rank()]
         self.world_size = dist.get_world_size()
@@ -66,13 +66,13 @@ class ProcessExchange:
         padded = torch.zeros(max(sizes), dtype=torch.int64)
         padded[: values.size] = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
         rows = self._all_gather(padded).numpy()
-        return [rows[rank, : sizes[rank]] for rank in self._ranks]
+        return [rows[rank, : sizes[rank]] for rank in self.ranks]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._group)
-        return [values[rank] for rank in self._ranks]
+        return [values[rank] for rank in self.ranks]
 
     def swap(self, sent: Sequence[bytes], sizes: Sequence[int]) -> list[bytes]:
         """Bytes to each rank, and from each."""
@@ -89,7 +89,7 @@ class ProcessExchange:
         )
         received = incoming.numpy().data
         ends = np.cumsum([0, *coming]).tolist()
-        return [bytes(received[ends[rank] : ends[rank + 1]]) for rank in self._ranks]
+        return [bytes(received[ends[rank] : ends[rank + 1]]) for rank in self.ranks]
 
     def _all_gather(self, row: Tensor) -> Tensor:
         rows = row.new_empty(self.world_size, row.numel())

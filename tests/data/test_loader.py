@@ -433,6 +433,16 @@ class EveryOther(SequentialSampler):
             r"SubsetRandomSampler.*torch\.utils\.data\.Subset",
         ),
         (DataLoader(DATASET, 4, sampler=EveryOther(DATASET)), TypeError, "EveryOther"),
+        (
+            DataLoader(DATASET, 4, sampler=SequentialSampler(range(7))),
+            TypeError,
+            "its own sampler, SequentialSampler.*a part of the data",
+        ),
+        (
+            DataLoader(DATASET, 4, sampler=DistributedSampler(range(7), 2, 0)),  # type: ignore[arg-type]
+            TypeError,
+            "its own sampler, DistributedSampler",
+        ),
         (DataLoader(DATASET, 4, sampler=[3, 1, 2]), TypeError, "its own sampler, list"),
         (
             DataLoader(DATASET, 4, sampler=RandomSampler(DATASET, replacement=True)),

@@ -188,6 +188,20 @@ def test_nothing_left_of_an_epoch_takes_nothing_from_the_next() -> None:
     assert [key.iteration for key in sampler] == list(range(planner.num_iterations))
 
 
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_look_at_a_batch_takes_nothing_from_training(replaces: bool) -> None:
+    """A callback may make an iterator of its own before training has asked its own for a key."""
+    sampler = PlanSampler(make_planner(LENGTHS, 2), rank=0, world_size=2)
+    if replaces:
+        replaced(sampler, 3, make_planner(LENGTHS, 2, batch_size=1))
+    else:
+        sampler.resume(0, 3)
+    training = iter(sampler)
+    for _ in range(2):
+        assert next(iter(sampler)).iteration == 3
+    assert [key.iteration for key in training] == list(range(3, len(sampler)))
+
+
 def test_wrong_arguments_and_broken_promises() -> None:
     planner = RoundRobinPlanner(LENGTHS, 2)
     with pytest.raises(ValueError, match=r"`rank` must be in \[0, 2\), got 2"):

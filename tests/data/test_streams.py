@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import sys
 import threading
 import types
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_dcp.data.streams.buffer import SampleIds
 from lightning_dcp.data.streams.checking import check_reading
 from lightning_dcp.data.streams.exchange import Alone
 from lightning_dcp.data.streams.loader import StreamLoader
@@ -109,6 +111,7 @@ class ThreadExchange:
     def __init__(self, threads: Threads, rank: int) -> None:
         self._threads = threads
         self.rank, self.world_size = rank, threads.world_size
+        self.ranks = range(threads.world_size)
 
     def gather(self, values: Any) -> list[Any]:
         return self._threads.together(self.rank, values)
@@ -528,6 +531,47 @@ def test_planned_again() -> None:
     assert [plan.iteration for _, plan in results[0]] == list(range(len(results[0])))
 
 
+def test_an_iteration_that_fails_after_the_change_is_still_to_come() -> None:
+    """Each window has one iteration; the next one was fetched, and is planned again."""
+    lengths = lengths_of(60)
+    plans, loader = open_plans(Alone(), Numbers(lengths), lookahead_steps=1)
+    seen = read_epoch(plans, loader, 0, 6)[:5]
+    assert plans.planner is not None
+    for _ in range(2):
+        plans.replan(plans.planner.planner, 5)
+        next(iter(loader))
+    for done in (4, 5):  # the iteration before has failed, or not
+        state = plans.state(0, done, 10**9)
+        assert state is not None
+        again, other = open_plans(Alone(), Numbers(lengths), lookahead_steps=1)
+        assert again.resume(state, 0, done).exact
+        rest = read_epoch(again, other, 0)
+        assert sorted(i for ids, _ in seen[:done] + rest for i in ids) == list(range(60))
+
+
+def test_saved_again_before_anything_is_read() -> None:
+    """A run that has gone on is interrupted before it has fetched an iteration."""
+    lengths, state = lengths_of(60), None
+    seen: Counter[int] = Counter()
+    for world_size, most in ((2, 4), (3, 0), (2, 10**9)):
+        threads, saved = Threads(world_size), state
+
+        def run(exchange: Any, most: int = most, saved: Any = saved) -> Any:
+            plans, loader = open_plans(exchange, Numbers(lengths))
+            begun = 0 if saved is None else saved.iteration
+            if saved is not None:
+                assert plans.resume(saved, 0, begun).exact
+            iterations = iter(loader)
+            steps = [ids_of(batch) for batch in itertools.islice(iterations, most)]
+            return steps, plans.state(0, begun + len(steps), 10**9)
+
+        results = threads.run_well(run)
+        for step in zip(*[r[0] for r in results], strict=True):
+            seen.update({i for ids in step for i in ids})
+        state = results[0][1]
+    assert seen == Counter(range(60))
+
+
 # ---- what is refused or told ---------------------------------------------------------------------
 
 
@@ -544,6 +588,20 @@ def test_reader_that_raises() -> None:
     assert isinstance(results[2], OSError)
     for rank in (0, 1, 3):
         assert "failed on rank 2: OSError: the disk is gone" in str(results[rank])
+
+
+def test_ranks_have_the_names_that_users_know() -> None:
+    """On nodes of three, plans count ranks otherwise."""
+    threads = Threads(4)
+
+    def run(exchange: Any) -> Any:
+        exchange.ranks = (0, 1, 3, 2)
+        return open_plans(exchange, Broken(lengths_of(120), at=20, rank=2))
+
+    results = threads.run(run)
+    assert isinstance(results[2], OSError)
+    assert "failed on rank 3: OSError: the disk is gone" in str(results[0])
+    assert SampleIds(4, 1, (0, 1, 3, 2)).name(10) == "sample 2 of the stream of rank 3"
 
 
 @pytest.mark.parametrize("policy", ["error", "skip", "truncate"])

@@ -491,6 +491,10 @@ def test_limits_take_what_ddp_takes(world: World) -> None:
     assert why_not_planned(DataLoader(Sequences(LENGTHS), batch_sampler=part), 4) == (
         "it has its own sampler, SubsetRandomSampler"
     )
+    part = BatchSampler(SequentialSampler(range(8)), B, drop_last=False)
+    assert why_not_planned(DataLoader(Sequences(LENGTHS), batch_sampler=part), 4) == (
+        "it has its own sampler, SequentialSampler"
+    )
     combined = CombinedLoader([loader(shuffle=True)], "sequential")
     assert world.run(limited, combined, fast_dev_run=True) == [[(8.0, 7.0)] * 2] * 4
 

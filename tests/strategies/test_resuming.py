@@ -77,6 +77,20 @@ def test_what_is_left_is_planned_anew(changed: dict[str, Any], named: str) -> No
     assert f"in {len(found.rest.plans)} iterations after the 3 that were run" in found.told
 
 
+@pytest.mark.parametrize(
+    "changed", [{"memory_limit_bytes": 10**9}, {"seed": 4}, {"policy": "bucket"}]
+)
+def test_as_many_steps_are_left_where_they_are_of_the_same_size(changed: dict[str, Any]) -> None:
+    """Learning rates may be scheduled for them; early steps took more than the mean of tokens."""
+    lengths = [4000] * 4 + [20] * (NUM_SAMPLES - 4)
+    before, now = planner(lengths=lengths), planner(lengths=lengths, **changed)
+    saved = replace(state(before, 4), num_planned=before.num_iterations)
+    found = resume(saved, ResumePoint(1, 4), now).rest
+    assert found is not None
+    assert len(found.plans) == before.num_iterations - 4
+    assert ids(found.plans) == np.flatnonzero(~saved.consumed).tolist()
+
+
 def test_a_rest_that_is_interrupted_goes_on_with_its_own_plans() -> None:
     before, now = planner(), planner(2)
     rest = resume(state(before, 3), ResumePoint(1, 3), now).rest

@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -53,6 +54,24 @@ class Stream(IterableDataset[Any]):
                 yield self.items[i]
             if not self.endless:
                 return
+
+
+class ShortOfMemory(L.Callback):
+    """More than 40 tokens do not fit unless blocks are recomputed."""
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        strategy: Any = trainer.strategy
+        step, self.num_raised = module.training_step, 0
+
+        def training_step(batch: dict[str, Tensor], batch_idx: int) -> Any:
+            state = strategy._runner.state
+            m = state.plan.micro_batches[state.index]
+            if batch["ids"].numel() > 40 and not m.recompute_blocks:
+                self.num_raised += 1
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return step(batch, batch_idx)
+
+        module.training_step = training_step
 
 
 class Data(DCPDataModuleMixin, L.LightningDataModule):
@@ -109,6 +128,18 @@ class Save(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
+class Watch(L.Callback):
+    def __init__(self) -> None:
+        self.last: list[int] = []
+        self.factors: set[float] = set()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        strategy: Any = trainer.strategy
+        self.factors.update(strategy.planner.corrections.time_factors)
+        if trainer.is_last_batch:
+            self.last.append(trainer.global_step)
+
+
 class Replan(L.Callback):
     """Another planner from an iteration on, as strategies do it."""
 
@@ -128,7 +159,7 @@ class Replan(L.Callback):
                     bucket_edges=edges,
                     time_factors=(2.0,) * (len(edges) - 1),
                     memory_factors=(1.0,) * (len(edges) - 1),
-                    rank_speed=(1.0, 3.0, 1.0, 1.0),
+                    rank_speed=(1.0, 3.0, 1.0, 1.0)[: planner.world_size],
                 )
                 following = strategy.last_report.plan.iteration + 1
                 strategy._replanner.replace(planner.corrected(slower), next_iteration=following)
@@ -155,10 +186,11 @@ def train(
     same_samples: bool = False,
     fails: bool = False,
     replan_at: int | None = None,
+    callbacks: Sequence[L.Callback] = (),
     **trainer: Any,
 ) -> dict[str, Any]:
     torch.set_num_threads(1)
-    model = SeenLM(dropout, double)
+    model, watch = SeenLM(dropout, double), Watch()
     run = L.Trainer(
         strategy=DCPDDPStrategy(
             planning=PlanningOptions(lookahead_steps=4, **(planning or {})),
@@ -166,8 +198,10 @@ def train(
             self_check=False,
         ),
         accelerator="cpu",
-        devices=4,
+        devices=dist.get_world_size() if dist.is_initialized() else 1,
         callbacks=[
+            watch,
+            *callbacks,
             *([Save(save_at, path)] if save_at else []),
             *([Replan(replan_at)] if replan_at is not None else []),
         ],
@@ -199,6 +233,8 @@ def train(
         "gradients": model.gradients,
         "validated": model.validated,
         "steps": run.global_step,
+        "last": watch.last,
+        "factors": watch.factors,
         "weights": {n: p.detach().clone() for n, p in model.named_parameters()},
         "children": len(multiprocessing.active_children()),
         "warnings": [str(w.message) for w in caught if "DCP" in str(w.message)],
@@ -267,6 +303,25 @@ def test_other_plans_from_an_iteration_on(world: World, cache: str, tmp_path: Pa
         assert [seen for seen in before["seen"] if seen[1] >= 6] == after["seen"]
         for name, weights in before["weights"].items():
             assert torch.equal(weights, after["weights"][name]), name
+
+
+def test_other_plans_of_a_limited_epoch_that_is_resumed(cache: str, tmp_path: Path) -> None:
+    """The last iteration is known to be; what was learnt of costs is known after a resume."""
+    path = str(tmp_path / "stream.ckpt")
+    common: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 4}
+    whole = train(0, cache, replan_at=1, save_at=3, path=path, **common)
+    assert whole["last"] == [4, 8]
+    again = train(0, cache, ckpt_path=path, **common)
+    assert again["last"] == [4, 8] and again["factors"] == {2.0}
+    assert again["seen"] == [seen for seen in whole["seen"] if seen[1] >= 3]
+
+
+def test_out_of_memory(cache: str) -> None:
+    """The iteration is repeated, and the next ones are planned with less memory."""
+    short = ShortOfMemory()
+    result = train(0, cache, max_epochs=1, double=True, callbacks=[short])
+    assert counts([result], 0) == Counter(range(97))
+    assert 1 <= short.num_raised <= 8 < result["steps"] / 2
 
 
 @pytest.mark.slow

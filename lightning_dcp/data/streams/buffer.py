@@ -10,7 +10,7 @@ order of ids is about the order in which samples were read, the oldest first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,10 +33,12 @@ class SampleIds:
     Attributes:
         world_size: Ranks.
         num_workers: Of each.
+        ranks: What the user calls each rank (`Exchange.ranks`).
     """
 
     world_size: int
     num_workers: int
+    ranks: Sequence[int] = ()
 
     def of(self, rank: int, worker: int, place: int) -> int:
         """The number of a sample."""
@@ -52,7 +54,8 @@ class SampleIds:
         """For messages."""
         rank, worker, place = self.where(sample_id)
         by = f", worker {worker}" if self.num_workers > 1 else ""
-        return f"sample {place} of the stream of rank {rank}{by}"
+        shown = self.ranks[rank] if self.ranks else rank
+        return f"sample {place} of the stream of rank {shown}{by}"
 
 
 class ReadState(NamedTuple):
@@ -89,7 +92,7 @@ class Buffer:
         self._reader = reader
         self._exchange = exchange
         world_size, workers = exchange.world_size, reader.num_workers
-        self.names = SampleIds(world_size, workers)
+        self.names = SampleIds(world_size, workers, exchange.ranks)
         self.ids = self.lengths = np.empty(0, dtype=np.int64)
         nothing = np.zeros((world_size, workers), dtype=np.int64)
         self.state = ReadState(nothing, nothing)
@@ -137,9 +140,10 @@ class Buffer:
                 record = self._reader.read()
                 if record is None:
                     raise RuntimeError(
-                        f"{len(missing)} of {num} samples that rank {self._exchange.rank} had read"
-                        " ahead when the checkpoint was saved are not in the stream any more. To"
-                        " go on, a stream must give the same samples in the same order again."
+                        f"{len(missing)} of {num} samples that rank"
+                        f" {self._exchange.ranks[self._exchange.rank]} had read ahead when the"
+                        " checkpoint was saved are not in the stream any more. To go on, a stream"
+                        " must give the same samples in the same order again."
                     )
                 sample_id = self.names.of(self._exchange.rank, record.worker, record.place)
                 if sample_id in missing:
@@ -233,7 +237,8 @@ class Buffer:
             if error is not None:
                 raise error
             failed = next(r for r, text in enumerate(told) if text is not None)
-            raise RuntimeError(f"Reading the stream failed on rank {failed}: {told[failed]}")
+            shown = self._exchange.ranks[failed]
+            raise RuntimeError(f"Reading the stream failed on rank {shown}: {told[failed]}")
         # A run that goes on reads anew what it had read: never less than it has known.
         self.state = ReadState(
             np.maximum(self.state.read, headers[:, 2 : 2 + workers]),

@@ -19,6 +19,10 @@ class Exchange(Protocol):
     def world_size(self) -> int:
         """Number of ranks."""
 
+    @property
+    def ranks(self) -> Sequence[int]:
+        """What the user calls each rank: on nodes of unequal pieces they are counted otherwise."""
+
     def gather(self, values: IntArray) -> list[IntArray]:
         """(n,) of each rank, n differing between them -> every rank's, in rank order."""
 
@@ -39,6 +43,7 @@ class Alone:
 
     rank = 0
     world_size = 1
+    ranks = (0,)
 
     def gather(self, values: IntArray) -> list[IntArray]:
         """Its own."""

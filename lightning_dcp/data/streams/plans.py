@@ -118,7 +118,8 @@ class StreamPlans:
     def check(self, name: str) -> Findings:
         """Whether each sample comes from one rank; a collective."""
         everyone = self.exchange.gather_objects(self.reader.checks)
-        return check_reading(everyone, by_index=self.shard.by_index, name=name)
+        by_rank = [everyone[place] for place in np.argsort(self.exchange.ranks)]
+        return check_reading(by_rank, by_index=self.shard.by_index, name=name)
 
     def examples(self) -> Examples:
         """Some of the first samples, of all lengths; a collective."""
@@ -195,6 +196,12 @@ class StreamPlans:
         self.planner.set_planner(planner)
         self.session.replan(self.planner, iteration)
         self._replanned = True
+
+    @property
+    def planner_in_use(self) -> EpochPlanner:
+        """Makes the plans now: with the corrections of a checkpoint that was resumed."""
+        assert self.planner is not None
+        return self.planner.planner
 
     def close(self) -> None:
         """End the workers."""

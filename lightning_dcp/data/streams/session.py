@@ -98,6 +98,7 @@ class Session:
         self._windows: deque[_Window] = deque(maxlen=_REMEMBERED)
         #: Ids of samples -> their lengths, of what was fetched lately.
         self._lengths: dict[int, int] = {}
+        self._note_window(())  # whatever is saved before the first one is as far as an epoch was
 
     @property
     def plans(self) -> Sequence[Plan]:
@@ -138,6 +139,9 @@ class Session:
         self._queue.clear()
         self.buffer.put_back(ids, np.array([self._lengths[i] for i in ids.tolist()], np.int64))
         self.iteration = iteration
+        # Those before it are kept: the iteration that runs may fail, and is then saved by them.
+        while self._windows and self._windows[-1].first_iteration >= iteration:
+            self._windows.pop()
         self._note_window(())  # whatever is saved before the next one is what waits now
 
     def resume(self, state: StreamState) -> None:

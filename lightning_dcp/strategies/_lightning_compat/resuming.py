@@ -262,11 +262,18 @@ def go_on_with_train_loader(trainer: L.Trainer, done: int) -> None:
     fetcher.done = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = not left
 
 
-def go_on_with_stream(trainer: L.Trainer) -> None:
-    """Fetch the next batch of a loader without a length again, while an iteration runs."""
+def go_on_with_stream(trainer: L.Trainer, done: int) -> None:
+    """Fetch the next batch of a loader without a length again, while an iteration runs.
+
+    Args:
+        trainer: in whose epoch it runs.
+        done: iterations of the epoch, with that one.
+    """
     restart_train_loader(trainer)
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None
+    if fetcher.length is not None:  # that of `limit_train_batches`
+        fetcher.fetched, fetcher.done = done, done >= fetcher.length
     trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = fetcher.done
 
 

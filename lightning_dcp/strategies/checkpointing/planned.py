@@ -133,6 +133,8 @@ class PlannedCheckpoints(WholeCheckpoints):
             assert self.lightning_module is not None
             place, self._saved_place = self._saved_place, None
             resume_stream(self.lightning_module.trainer, self.train_stream, place)
+            if self._replanner is not None:  # what drifts from now on is relative to its costs
+                self._replanner.use(self.train_stream.planner_in_use)
             return
         sampler, replanner, saved = self.train_sampler, self._replanner, self._saved_plan
         self._saved_plan = None

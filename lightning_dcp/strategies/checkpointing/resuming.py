@@ -116,7 +116,11 @@ def _resume_ours(saved: PlanState, point: ResumePoint, planner: EpochPlanner) ->
             "This checkpoint was saved in the middle of an epoch of another data set"
             f" ({saved.consumed.size} samples then, {_size(planner)} now, or other lengths)",
         )
-    rest = rest_of(planner, saved.epoch, saved.iteration, saved.consumed)
+    num_left = None
+    if saved.num_planned == planner.num_iterations:
+        # In steps of the same size: learning rates may be scheduled for their number.
+        num_left = saved.num_planned - saved.iteration
+    rest = rest_of(planner, saved.epoch, saved.iteration, saved.consumed, num_left)
     shown = "; ".join(
         f"{name}: {saved.inputs.get(name, 'unknown')} -> {now[name]}" for name in differing
     )
