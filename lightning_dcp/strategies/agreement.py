@@ -20,6 +20,18 @@ def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def num_collectives(process_group: Any = None) -> int | None:
+    """How many collectives of a group (of all ranks) this rank has begun; None: nobody counts."""
+    if not _distributed():
+        return 0
+    group: Any = process_group or dist.distributed_c10d._get_default_group()
+    try:
+        # Torch has no public name for it.
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:  # another backend
+        return None
+
+
 def gather_objects(value: T) -> list[T]:
     """Every rank's `value`, in rank order, on every rank."""
     if not _distributed():

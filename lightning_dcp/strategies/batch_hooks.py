@@ -10,6 +10,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from typing_extensions import override
 
@@ -77,6 +78,15 @@ class BatchHooks(Engine, WatchedStrategy):
         return self._runner is not None and self._runner.inside_micro_batch
 
     @property
+    @override
+    def ends_alone(self) -> bool:
+        pl_module = self.lightning_module
+        if pl_module is None or pl_module.trainer.state.status != TrainerStatus.INTERRUPTED:
+            return False
+        # In set-up callbacks hear of an exception before the strategy, and others of none.
+        return not self.watch.has_raised or self.watch.ends_alone
+
+    @property
     def seed(self) -> int:
         """Seed of sample order and of the random numbers inside micro-batches."""
         if self.settings.planning.seed is not None:
@@ -124,7 +134,7 @@ class BatchHooks(Engine, WatchedStrategy):
             self.watch.at("start", plan)
             self._runner.start(plan, batch)
             assert self._repeater is not None
-            self._repeater.begin_iteration(batch)
+            self._repeater.begin_iteration()
 
     def _plan_of(self, batch: IterationBatch) -> Plan:
         assert self._preparation is not None
@@ -134,7 +144,10 @@ class BatchHooks(Engine, WatchedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._runner is None:
             return super().training_step(*args, **kwargs)
-        return self._runner.first_forward(*args[1:])
+        loss = self._runner.first_forward(*args[1:])
+        assert self._repeater is not None
+        self._repeater.end_first_forward()
+        return loss
 
     @override
     def backward(

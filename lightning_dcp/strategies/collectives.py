@@ -24,8 +24,15 @@ class GuardedCollectives(ParallelStrategy):
         """Whether this rank is running a micro-batch of `fit`."""
         return False
 
+    @property
+    def ends_alone(self) -> bool:
+        """Whether an exception ends the run here and no collective may begin any more."""
+        return False
+
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        if self.ends_alone:
+            return tensor
         self._refuse_inside_micro_batch("reduce")
         if (
             isinstance(tensor, Tensor)
@@ -39,11 +46,15 @@ class GuardedCollectives(ParallelStrategy):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self.ends_alone:
+            return
         self._refuse_inside_micro_batch("barrier")
         super().barrier(*args, **kwargs)  # type: ignore[safe-super]
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self.ends_alone:
+            return obj
         self._refuse_inside_micro_batch("broadcast")
         return super().broadcast(obj, src)  # type: ignore[safe-super]
 

@@ -97,6 +97,7 @@ class DCPDDPStrategy(DCPStrategyMixin, DDPStrategy):
     """
 
     strategy_name = "dcp_ddp"
+    saves_shards = False
     #: The parameters that DDP reduces, with their names.
     _reduced: dict[Parameter, str] | None = None
 

@@ -236,8 +236,9 @@ class IterationRunner:
     def repeat(self, plan: Plan, batch: IterationBatch) -> None:
         """Take up the iteration that ran last again, by another plan. A collective."""
         assert self.state is not None
-        attempt = self.state.attempt + 1
+        attempt, logged = self.state.attempt + 1, self._logs.of_hooks()
         self.start(plan, batch)
+        self._logs.take_again(logged)
         self.state.attempt = attempt
 
     @property
@@ -288,7 +289,7 @@ class IterationRunner:
         used_bytes = self.memory.peak_bytes
         if self._limit is not None:
             used_bytes = max(used_bytes, self._limit.used_bytes)
-        self._logs.discard()
+        self._logs.take_again(self._logs.of_hooks())
         self.state.laps[-1].stop()
         group = self._topology.group(pending.micro_batch.first_rank, pending.micro_batch.sp_size)
         self._shortages.note(error, self.state, pending.index, group, place, used_bytes)

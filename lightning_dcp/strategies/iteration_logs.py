@@ -240,7 +240,8 @@ class IterationLogs:
         )
         extras = extras.cpu()
         if is_lost(extras):
-            logged = []
+            self.take_again(self.of_hooks())
+            return extras
         for key, values, weights, flags in logged:
             total, flagged = float(weights.sum()), bool((flags > 0).any())
             value = None
@@ -257,6 +258,18 @@ class IterationLogs:
                 self._file_metric(key, value)
         self.discard()
         return extras
+
+    def of_hooks(self) -> tuple[dict[LogKey, list[_Entry]], set[LogKey]]:
+        """What hooks have logged that run once an iteration, however often that is repeated."""
+        return (
+            {k: v for k, v in self._values.items() if k.fx in _BETWEEN_FORWARD_AND_BACKWARD},
+            {k for k in self._metrics if k.fx in _BETWEEN_FORWARD_AND_BACKWARD},
+        )
+
+    def take_again(self, logged: tuple[dict[LogKey, list[_Entry]], set[LogKey]]) -> None:
+        """Forget what micro-batches have logged, all but the result of `of_hooks`."""
+        self.discard()
+        self._values, self._metrics = logged
 
     def discard(self) -> None:
         """Forget what was collected."""

@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import torch
 
 from lightning_dcp.profiling.trial import is_out_of_memory
+from lightning_dcp.strategies.agreement import num_collectives
 from lightning_dcp.strategies.watch.board import Board
 
 if TYPE_CHECKING:
@@ -132,14 +133,14 @@ class Shortages:
         """Whether all ranks of a group leave a micro-batch at the same collective."""
         plan = state.plan
         key = f"{plan.epoch}.{plan.iteration}.{state.attempt}.{index}"
-        self._board.post(f"{key}.{self._rank}", str(_num_collectives(group)))
+        self._board.post(f"{key}.{self._rank}", str(num_collectives(group.process_group)))
         keys = [f"{key}.{rank}" for rank in group.ranks]
         deadline = time.monotonic() + GRACE_S
         while (left_after := self._board.read_all(keys)) is None:
             if time.monotonic() > deadline or self._board.trouble is not None:
                 return False
             time.sleep(_POLL_S)
-        return len(set(left_after)) == 1
+        return len(set(left_after)) == 1 and left_after[0] != str(None)
 
 
 def describe(
@@ -186,9 +187,3 @@ def _ran_out(error: BaseException) -> bool:
 
 def _end(message: str, error: BaseException) -> NoReturn:
     raise RanOutOfMemory(f"{message} ({str(error).strip()})") from error
-
-
-def _num_collectives(group: SPGroup) -> int:
-    """How many collectives of a group this rank has begun; torch has no public name for it."""
-    process_group: Any = group.process_group
-    return int(process_group._get_sequence_number_for_group())

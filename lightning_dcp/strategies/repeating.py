@@ -32,6 +32,7 @@ from lightning_dcp.planning.careful import (
     more_recomputed,
 )
 from lightning_dcp.planning.planner import EpochPlanner
+from lightning_dcp.strategies._lightning_compat import training as compat
 from lightning_dcp.strategies.agreement import (
     check_same_on_all_ranks,
     collectively,
@@ -106,22 +107,31 @@ class Repeater:
         self._num_blocks = num_blocks
         self._recovers = recovers
         self._before = StateBefore(pl_module)
-        self._batch: IterationBatch | None = None
+        self._has_hooks = recovers and compat.has_zero_grad_hooks(pl_module)
+        self._is_repeating = False
         #: What the iteration runs by, where it is repeated.
         self._careful: MoreCareful | None = None
         self.shortages = Shortages(
             strategy.global_rank, recovers=recovers, bucket_of=self._bucket_of
         )
 
-    def begin_iteration(self, batch: IterationBatch) -> None:
+    def begin_iteration(self) -> None:
         """Take note of the state that an iteration begins with."""
         self.shortages.clear()
-        self._careful, self._batch = None, batch
+        self._careful = None
+        self._is_repeating = False
         if self._recovers:
             self._before.keep(metrics_of(self._pl_module))
 
+    def end_first_forward(self) -> None:
+        """Take note of the state that hooks around `zero_grad` find, which do not run again."""
+        if self._has_hooks and not self._is_repeating:
+            self._before.keep_around_hooks()
+
     def begin_backward(self) -> None:
-        """The same of gradients, which Lightning clears after the first forward pass."""
+        """The state that they leave; of gradients, too, which Lightning clears there."""
+        if self._has_hooks:
+            self._before.keep_around_hooks()
         if self._recovers:
             self._strategy.keep_gradients()
 
@@ -152,6 +162,7 @@ class Repeater:
         )
         rank_zero_warn(self._what_changes(lost, plan, found))
         batch = collectively("Reading the samples of an iteration again", lambda: self._read(plan))
+        self._is_repeating = True
         runner.repeat(plan, batch)
         self._strategy.training_step(batch, *runner.step_arguments)
         runner.drain()
@@ -165,7 +176,7 @@ class Repeater:
         assert runner is not None and runner.state is not None
         if self._recovers and runner.state.laps:
             self._before.learn()
-        careful, self._careful, self._batch = self._careful, None, None
+        careful, self._careful = self._careful, None
         if careful is None:
             return
         assert replanner is not None
@@ -191,10 +202,9 @@ class Repeater:
         return self._strategy._preparation.planner
 
     @property
-    def _reads_again(self) -> bool:
-        """Whether samples can be read again, by any rank, and planned anew."""
-        dataset = getattr(self._loader, "dataset", None)
-        return isinstance(dataset, PlanDataset) and isinstance(self._now, EpochPlanner)
+    def _is_indexed(self) -> bool:
+        """Whether samples can be read again by any rank."""
+        return isinstance(getattr(self._loader, "dataset", None), PlanDataset)
 
     def _put_back_and_plan(self, lost: Plan, found: Sequence[Shortage]) -> Plan:
         self._before.put_back()
@@ -204,7 +214,7 @@ class Repeater:
             if not isinstance(self._now, EpochPlanner):
                 return more_recomputed(lost, failed, self._num_blocks)
             now = self._careful or MoreCareful(planner=self._now, plan=lost)
-            again = more_careful if self._reads_again else more_careful_later
+            again = more_careful if self._is_indexed else more_careful_later
             self._careful = again(now, failed)
         except NothingLeft as error:
             last = next(s for s in found if s.index == error.index)
@@ -214,18 +224,18 @@ class Repeater:
         return self._careful.plan
 
     def _read(self, plan: Plan) -> IterationBatch:
-        if not self._reads_again:
-            assert self._batch is not None
-            return self._batch
-        rank, planner = self._strategy.place, self._now
+        loader: Any = self._loader
+        if not self._is_indexed:  # a stream, which keeps what was fetched lately
+            again: IterationBatch = loader.again(plan)
+            return again
+        rank, seed = self._strategy.place, getattr(self._now, "seed", 0)
         indices = plan.indices_for_rank(rank)
         key = PlanKey(
             plan.epoch,
             plan.iteration,
             tuple(m.sample_ids for m in plan.for_rank(rank)),
-            tuple((planner.seed, plan.epoch, plan.iteration, index) for index in indices),
+            tuple((seed, plan.epoch, plan.iteration, index) for index in indices),
         )
-        loader: Any = self._loader
         with rng.preserved(torch.device("cpu")):
             if not loader.num_workers or loader.worker_init_fn is None:
                 batch: IterationBatch = loader.collate_fn(loader.dataset[key])

@@ -10,6 +10,7 @@ import threading
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -570,6 +571,32 @@ def test_saved_again_before_anything_is_read() -> None:
             seen.update({i for ids in step for i in ids})
         state = results[0][1]
     assert seen == Counter(range(60))
+
+
+def test_an_iteration_again_after_its_batch_was_written_to() -> None:
+    """By a transfer hook, or on a CPU by the training step, before memory ran out."""
+    threads = Threads(2)
+
+    def run(exchange: Any) -> Any:
+        plans, loader = open_plans(exchange, Numbers(lengths_of(40)))
+        plans.set_epoch(0)
+        batches = iter(loader)
+        first, following = next(batches), next(batches)  # Lightning fetches one ahead
+        wanted = (ids_of(first), ids_of(following))
+        for micro_batch in first.micro_batches:
+            for sample in micro_batch:
+                sample.pop("text")
+                sample["tokens"].fill_(-1)
+        plan = plans.plan_of(first)
+        recomputed = [replace(m, recompute_blocks=3) for m in plan.micro_batches]
+        again = loader.again(replace(plan, micro_batches=tuple(recomputed)))
+        assert (ids_of(again), ids_of(following)) == wanted
+        assert (again.epoch, again.iteration) == (0, 0)
+        for micro_batch in again.micro_batches:
+            assert all(set(sample) == {"tokens", "text"} for sample in micro_batch)
+        return len(ids_of(next(batches)))
+
+    assert sum(threads.run_well(run)) > 0
 
 
 # ---- what is refused or told ---------------------------------------------------------------------

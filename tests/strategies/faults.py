@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_dcp.planning.plan import Plan
 from lightning_dcp.strategies.reliability import ReliabilityOptions
@@ -47,7 +47,7 @@ class Harm:
     """What happens to a rank, and where.
 
     Attributes:
-        kind: "kill", "stop", "raise", "interrupt", "leave", or "none".
+        kind: "kill", "stop", "raise", "interrupt", "leave", "part" (leave the loop), or "none".
         place: "training_step", "on_train_batch_end", "validation_step", "reduction".
         rank: to which it happens.
         step: `global_step` at which it happens.
@@ -73,6 +73,8 @@ class Harm:
             raise KeyboardInterrupt
         elif self.kind == "leave":
             sys.exit(0)
+        elif self.kind == "part":
+            trainer.should_stop = True
         elif self.kind == "sleep":
             time.sleep(3.0)
 
@@ -121,7 +123,11 @@ def train_until_harmed(harm: Harm, folder: Path, strategy: Any, num_workers: int
         max_epochs=1,
         logger=False,
         num_sanity_val_steps=0,
-        callbacks=[ModelCheckpoint(folder / "checkpoints", every_n_train_steps=1, save_last=True)],
+        callbacks=[
+            ModelCheckpoint(folder / "checkpoints", every_n_train_steps=1, save_last=True),
+            # Which begins collectives wherever an exception was raised.
+            OnExceptionCheckpoint(folder / "exception"),
+        ],
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,

@@ -92,7 +92,12 @@ class Starved(ToyLM):
         self.where, self.place, self.times = where, place, times
         self.samples = SumMetric()
         self.register_buffer("num_seen", torch.zeros((), dtype=torch.int64))
-        self.num_raised = 0
+        #: Not a number, which would be put back with the iteration.
+        self.raised: list[int] = []
+
+    @property
+    def num_raised(self) -> int:
+        return len(self.raised)
 
     def forward(self, ids: Tensor) -> Tensor:
         handles = []
@@ -120,7 +125,7 @@ class Starved(ToyLM):
         m = state.plan.micro_batches[state.index]
         given = (state.plan.iteration, m.sample_ids, m.sp_size, strategy.global_rank)
         if self.where is not None and self.where(*given) and self.num_raised < self.times:
-            self.num_raised += 1
+            self.raised.append(state.plan.iteration)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:

@@ -330,3 +330,26 @@ def lone_logs() -> IterationLogs:
 def test_unknown_reduction_is_refused(reduce: Any) -> None:
     with pytest.raises(MisconfigurationException, match="only mean, sum, max, min"):
         log(lone_logs(), "x", 1.0, reduce_fx=reduce)
+
+
+def test_hooks_that_do_not_run_again_log_once_in_an_iteration_that_is_repeated() -> None:
+    """Those around `zero_grad`, while what lost micro-batches have logged counts for nothing."""
+
+    def work(rank: int, logs: IterationLogs, _: Any) -> None:
+        meta = {"on_step": True, "on_epoch": True}
+        logs.start_iteration(rank_weight=2.0)
+        for attempt in range(2):
+            logs.start_micro_batch(share=1.0)
+            logs.add("training_step", "loss", torch.tensor(float(attempt)), dict(meta))
+            logs.finish_forward(weight=1.0)
+            if not attempt:
+                logs.add("on_before_zero_grad", "steps", torch.tensor(7.0), dict(meta))
+            logs.finish_micro_batch()
+            logs.reduce_and_file(torch.zeros(1), lambda _, attempt=attempt: not attempt)
+            if not attempt:
+                hooks = logs.of_hooks()
+                logs.start_iteration(rank_weight=2.0)
+                logs.take_again(hooks)
+
+    for filed in ThreadRanks(2).run(work):
+        assert filed == {"loss": 1.0, "loss:weight": 2.0, "steps": 7.0, "steps:weight": 4.0}

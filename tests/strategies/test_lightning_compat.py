@@ -90,6 +90,23 @@ def test_ranks_agree_on_the_end_and_on_validation(
     assert not {"_broadcast_sigterm_tensor", "_should_check_val_fx"} & set(vars(loop))
 
 
+def test_ranks_that_part_are_told(trainer: L.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank alone has set `trainer.should_stop`, and validates, while the other goes on."""
+    loop = trainer.fit_loop.epoch_loop
+    monkeypatch.setattr(L.Trainer, "world_size", 2)
+    monkeypatch.setattr(type(loop), "_should_check_val_fx", lambda self, fetcher: True)
+    others = [0.0]
+    decisions = AgreedDecisions(trainer, lambda own: own + others[0])
+    loop._broadcast_sigterm_tensor()
+    with pytest.raises(RuntimeError, match=r"Ranks have parted .* validation on rank 0"):
+        loop._should_check_val_fx(None)
+    others[0] = 2.0**36
+    assert loop._should_check_val_fx(None)
+    with pytest.raises(RuntimeError, match=r"Ranks have parted .* an iteration on rank 0"):
+        loop._broadcast_sigterm_tensor()
+    decisions.remove()
+
+
 def test_ranks_agree_on_when_a_job_is_queued_again(
     trainer: L.Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

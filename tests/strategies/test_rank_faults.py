@@ -103,6 +103,21 @@ class TestElsewhere:
         for text in others(outcome, 3):
             assert re.search(r"rank 3 died: its process .*Last seen in: validation", text)
 
+    @pytest.mark.parametrize("strategy", ["dcp", "dcp_ddp", "dcp_fsdp"])
+    def test_rank_0_raises(self, folder: Path, strategy: str) -> None:
+        """It saves on exceptions, if it can alone, and says what it has raised."""
+        outcome = harmed(folder, Harm("raise", "training_step", rank=0), strategy=strategy)
+        assert "ValueError: the sun has set" in outcome.texts[0]
+        for text in others(outcome, 0):
+            assert "rank 0 raised ValueError: the sun has set. Last seen in: " in text
+
+    def test_leaves_the_loop(self, folder: Path) -> None:
+        """`trainer.should_stop` of one rank: it validates while the others go on."""
+        outcome = harmed(folder, Harm("part", "on_train_batch_end", rank=2))
+        for text in outcome.texts:
+            assert "validation on rank 2" in text
+            assert "an iteration on rank 0, 1, 3" in text
+
     def test_interrupted(self, folder: Path) -> None:
         outcome = harmed(folder, Harm("interrupt", "on_train_batch_end", rank=2))
         for text in others(outcome, 2):

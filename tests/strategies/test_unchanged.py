@@ -21,6 +21,9 @@ class Stateful(nn.Module):
         self.register_buffer("bound_anew", torch.zeros(()))
         self.register_buffer("codebook", torch.zeros(100_000))
         self.register_buffer("nothing", None)
+        self.register_buffer("average", None)
+        self.register_buffer("cosines", torch.zeros(0), persistent=False)
+        self.num_cosines, self.num_steps = 0, torch.tensor(0)
         self.total, self.all = SumMetric(), CatMetric()
         self.several = MetricCollection(
             {"a": MulticlassAccuracy(3), "p": MulticlassPrecision(3)}, compute_groups=True
@@ -29,6 +32,13 @@ class Stateful(nn.Module):
     def step(self) -> None:
         self.norm(torch.randn(4, 3))
         self.bound_anew = self.bound_anew + 1
+        self.num_steps = self.num_steps + 1
+        self.average = torch.ones(()) if self.average is None else self.average * 0.5
+        if (
+            self.num_cosines < 4 * self.num_steps
+        ):  # a table that grows, as that of rotary embeddings
+            self.num_cosines = 4 * int(self.num_steps)
+            self.register_buffer("cosines", torch.arange(self.num_cosines).cos(), persistent=False)
         self.codebook.data.add_(1)  # which no counter of writes sees
         self.total.update(2.0)
         self.all(torch.tensor([1.0]))  # forward, which keeps the step's own value
@@ -36,6 +46,7 @@ class Stateful(nn.Module):
 
     def values(self) -> dict[str, object]:
         found: dict[str, object] = {k: v.clone() for k, v in self.named_buffers()}
+        found |= {"num_cosines": self.num_cosines, "num_steps": self.num_steps.clone()}
         found |= {"total": self.total.compute().clone(), "updates": self.total._update_count}
         if self.all._update_count:
             found["all"] = self.all.compute().clone()
@@ -78,7 +89,38 @@ def test_what_is_never_written_to_is_not_copied() -> None:
         before.keep([])
         model.step()
         before.learn()
-    assert {kept.name for kept in before._kept if kept._copy is None} == {"table"}
+    kept = before._began.kept.values()
+    assert {each.name for each in kept if each._copy is None} == {"table"}
+
+
+def test_what_hooks_change_that_do_not_run_again_stays_changed() -> None:
+    """As averages of weights that are updated where gradients are cleared."""
+    model = Stateful()
+    model.register_buffer("shadow", torch.zeros(100_000))
+    model.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+    model.num_updates = 0
+    before = StateBefore(model)
+    for iteration in range(3):
+        before.keep([])
+        wanted = model.values()
+        model.step()
+        before.keep_around_hooks()
+        model.shadow += 1
+        model.updates += 1
+        model.num_updates += 1
+        before.keep_around_hooks()
+        model.step()
+        if iteration:
+            for _ in range(2):
+                before.put_back()
+                assert float(model.shadow[0]) == model.num_updates == int(model.updates)
+                assert model.num_updates == iteration + 1
+                assert int(model.num_steps) == wanted["num_steps"]
+                assert torch.equal(model.codebook, wanted["codebook"])
+                model.step()
+        else:
+            before.learn()
+    assert before._written is not None and not {"shadow", "table"} & before._written
 
 
 def test_a_buffer_written_to_for_the_first_time() -> None:

@@ -24,6 +24,7 @@ from lightning_dcp.data.loader import LoaderSpec, drawing_alike
 from lightning_dcp.data.samples import truncate_sample
 from lightning_dcp.data.streams.plans import Examples, StreamPlans
 from lightning_dcp.data.streams.session import Fetched, Session
+from lightning_dcp.planning.plan import Plan
 
 __all__ = ["StreamLoader", "is_stream", "read_stream_loader"]
 
@@ -159,6 +160,16 @@ class StreamLoader:
                 " iterable-style data set has to begin anew at each `iter(dataset)`; one that can"
                 " be read only once trains for one epoch: Trainer(max_epochs=1)."
             )
+
+    def again(self, plan: Plan) -> IterationBatch:
+        """The batch of an iteration that was fetched lately, as if nobody had written to it.
+
+        Args:
+            plan: Of the same samples, on the same ranks.
+        """
+        session = self.sampler.session
+        assert session is not None
+        return self._collated(session.epoch, session.again(plan))
 
     def _collated(self, epoch: int, fetched: Fetched) -> IterationBatch:
         plan, rank = fetched.plan, self.sampler.exchange.rank

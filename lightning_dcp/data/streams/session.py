@@ -96,6 +96,8 @@ class Session:
         self._queue: deque[Plan] = deque()
         self._fetched: deque[Plan] = deque()
         self._windows: deque[_Window] = deque(maxlen=_REMEMBERED)
+        #: Iteration -> the samples of this rank, of what was fetched lately.
+        self._content: dict[int, dict[int, bytes]] = {}
         #: Ids of samples -> their lengths, of what was fetched lately.
         self._lengths: dict[int, int] = {}
         self._note_window(())  # whatever is saved before the first one is as far as an epoch was
@@ -114,6 +116,10 @@ class Session:
         plan = self._queue.popleft()
         self.iteration = plan.iteration + 1
         return self._fetch(plan)
+
+    def again(self, plan: Plan) -> Fetched:
+        """An iteration that was fetched lately, the same samples on the same ranks."""
+        return self._unpacked(plan, self._content[plan.iteration])
 
     def over_after(self, iteration: int) -> bool:
         """Whether an iteration, which was fetched lately, is known to be the last."""
@@ -309,7 +315,9 @@ class Session:
         """Bring the samples of an iteration to this rank; a collective."""
         self._fetched.append(plan)
         while len(self._fetched) > _REMEMBERED:
-            old = _ids_of([self._fetched.popleft()]).tolist()
+            gone = self._fetched.popleft()
+            self._content.pop(gone.iteration, None)
+            old = _ids_of([gone]).tolist()
             self.buffer.forget(old)
             for i in old:
                 self._lengths.pop(i, None)
@@ -317,7 +325,10 @@ class Session:
         for micro_batch in plan.micro_batches:
             for rank in micro_batch.ranks:
                 wanted[rank].extend(micro_batch.sample_ids)
-        content = self.buffer.bring(wanted)
+        content = self._content[plan.iteration] = self.buffer.bring(wanted)
+        return self._unpacked(plan, content)
+
+    def _unpacked(self, plan: Plan, content: Mapping[int, bytes]) -> Fetched:
         most = self.planner.planner.truncate_to
         own = plan.for_rank(self.exchange.rank)
         return Fetched(

@@ -11,6 +11,12 @@ NOTE [Signals on several ranks]
     inside `fit` is run to its end: a checkpoint from the midst of it would resume with half of it.
     Where there is nothing to save (`validate`, `test`, `predict`) they leave before a batch.
 
+NOTE [Ranks that part]
+    `trainer.should_stop`, set on one rank alone, sends that rank into validation, or to the end of
+    the epoch, while the others begin an iteration: each waits in a collective that the others never
+    come to, under `ddp` too. So whoever leaves the iterations goes through the same sum as those
+    who begin one, and says so in it.
+
 ========================================  =====================================================
 private name                              why
 ========================================  =====================================================
@@ -22,8 +28,8 @@ _slurm_sigusr_handler_fn``                the handler that saves and queues the 
 ``epoch_loop._broadcast_sigterm_tensor``  where all ranks are asked before each iteration
 ``fit_loop.on_advance_end``                (public) ends each epoch, and there leaves `fit`
 ``_signal_connector``                     its `received_sigterm` is what loops and callbacks read
-``epoch_loop._should_check_val_fx``       compares each rank's own clock with
-                                          `val_check_interval`, where that is a time
+``epoch_loop._should_check_val_fx``       sends a rank into validation, by its own clock where
+                                          `val_check_interval` is a time
 ``trainer._val_check_time_interval``      to know whether it is
 ========================================  =====================================================
 """
@@ -40,11 +46,15 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from lightning_dcp.strategies.agreement import gather_objects
+
 if TYPE_CHECKING:
     import lightning as L
 
-#: Above the number of ranks, so that one sum counts both signals.
+#: Above the number of ranks, so that one sum counts both signals,
 _QUEUE_AGAIN = 2**20
+#: and the ranks that do not go on with an iteration.
+_NO_ITERATION = 2**36
 
 _log = logging.getLogger(__name__)
 
@@ -123,17 +133,23 @@ class AgreedDecisions(AgreedEnd):
         end_epoch = trainer.fit_loop.on_advance_end
 
         def on_advance_end() -> None:
+            self._meet("the end of the epoch")  # before what is reduced there
             end_epoch()
             self._agree()  # a signal that came after the last iteration, in its validation perhaps
 
         trainer.fit_loop.__dict__["on_advance_end"] = on_advance_end
-        if getattr(trainer, "_val_check_time_interval", None) is not None:
-            own_decision = epoch_loop._should_check_val_fx
+        by_clock = getattr(trainer, "_val_check_time_interval", None) is not None
+        own_decision = epoch_loop._should_check_val_fx
 
-            def should_check_val(data_fetcher: Any) -> bool:
-                return sum_over_ranks(float(own_decision(data_fetcher))) > 0
+        def should_check_val(data_fetcher: Any) -> bool:
+            due = own_decision(data_fetcher)
+            if by_clock:
+                return sum_over_ranks(float(due)) > 0
+            if due:
+                self._meet("validation")
+            return due
 
-            epoch_loop.__dict__["_should_check_val_fx"] = should_check_val
+        epoch_loop.__dict__["_should_check_val_fx"] = should_check_val
 
     @override
     def remove(self) -> None:
@@ -143,13 +159,38 @@ class AgreedDecisions(AgreedEnd):
         for name in ("_broadcast_sigterm_tensor", "_should_check_val_fx"):
             self._trainer.fit_loop.epoch_loop.__dict__.pop(name, None)
 
+    def _meet(self, instead: str, own: float = 0.0) -> float:
+        """Sum a number over all ranks, if all of them go on with the same.
+
+        Args:
+            instead: what this rank goes on with; "": an iteration.
+            own: below `_NO_ITERATION` in sum.
+
+        Raises:
+            RuntimeError: on all ranks, if they do not.
+        """
+        together = self._sum_over_ranks(own + _NO_ITERATION * bool(instead))
+        if 0 < together // _NO_ITERATION < self._trainer.world_size:
+            everyone = gather_objects(instead or "an iteration")
+            parted = "; ".join(
+                f"{what} on rank {', '.join(str(r) for r, w in enumerate(everyone) if w == what)}"
+                for what in dict.fromkeys(everyone)
+            )
+            raise RuntimeError(
+                f"Ranks have parted at global_step={self._trainer.global_step}. What follows is"
+                f" {parted}. Code that sets `trainer.should_stop` has to do so on all ranks in the"
+                " same step: stop = trainer.strategy.reduce_boolean_decision(stop, all=False),"
+                " called on all of them, in `on_train_batch_end` for one, is the same on all."
+            )
+        return together % _NO_ITERATION
+
     def _remember_to_queue_again(self, signum: int, _: Any) -> None:
         self._queue_again = signum
 
     @override
     def _agree(self) -> None:
         own = _QUEUE_AGAIN * (self._queue_again is not None) + self._received
-        together = self._sum_over_ranks(float(own))
+        together = self._meet("", own)
         if together >= _QUEUE_AGAIN:
             signum, frame = self._queue_again or signal.SIGUSR1, inspect.currentframe()
             assert frame is not None

@@ -248,6 +248,14 @@ def has_transfer_hooks(trainer: L.Trainer, pl_module: L.LightningModule) -> bool
     return any(s is not None and is_overridden(hook, s) for s in sources for hook in hooks)
 
 
+def has_zero_grad_hooks(pl_module: L.LightningModule) -> bool:
+    """Whether the user, or a callback, does something where gradients are cleared."""
+    callbacks: list[Any] = pl_module.trainer.callbacks  # type: ignore[attr-defined]
+    return is_overridden("optimizer_zero_grad", pl_module) or any(
+        is_overridden("on_before_zero_grad", each) for each in (pl_module, *callbacks)
+    )
+
+
 def step_arguments(
     pl_module: L.LightningModule, name: str, batch: Any, dataloader_idx: int | None = None
 ) -> tuple[Any, ...]:

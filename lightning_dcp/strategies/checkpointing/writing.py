@@ -37,6 +37,7 @@ from lightning_dcp.strategies.collectives import GuardedCollectives
 
 if TYPE_CHECKING:
     import lightning as L
+    from torch.optim import Optimizer
 
     from lightning_dcp.strategies.watch.watch import Watch
 
@@ -148,6 +149,8 @@ class LocalCheckpointIO(TorchCheckpointIO):
 class WholeCheckpoints(GuardedCollectives):
     """Saves with `LocalCheckpointIO` where the user gives no other; all ranks fail, or none."""
 
+    #: Whether a checkpoint is made of what all ranks have; else rank 0 can save one alone.
+    saves_shards: bool = True
     #: Whether the run has come to its first iteration, with all that a checkpoint has restored.
     _has_begun: bool = False
 
@@ -186,7 +189,25 @@ class WholeCheckpoints(GuardedCollectives):
             )
             return
         with self._saved_names.saving(trainer, filepath):
-            together(filepath, save, needed)
+            if not self.ends_alone:
+                together(filepath, save, needed)
+            elif self.saves_shards:
+                rank_zero_warn(
+                    f"The checkpoint {str(filepath)!r} is not saved: that takes all ranks, and an"
+                    " exception has not ended the run of all of them at the same place."
+                )
+            else:
+                save()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return (
+            {} if self.saves_shards and self.ends_alone else super().lightning_module_state_dict()
+        )
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return {} if self.saves_shards and self.ends_alone else super().optimizer_state(optimizer)
 
     @override
     def connect(self, model: L.LightningModule) -> None:

@@ -30,6 +30,13 @@ class Place:
         """Whether other ranks are waited for sooner or later."""
         return self.plan is not None
 
+    @property
+    def sp_size(self) -> int:
+        """Ranks that run the micro-batch together; 1 outside of one."""
+        if self.plan is None or self.index is None:
+            return 1
+        return self.plan.micro_batches[self.index].sp_size
+
     def __str__(self) -> str:
         if self.plan is None:
             return self.what

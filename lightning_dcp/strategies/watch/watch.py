@@ -26,7 +26,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lightning_dcp.strategies.agreement import gather_objects
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_dcp.strategies.agreement import gather_objects, num_collectives
 from lightning_dcp.strategies.process_exit import after_a_failure
 from lightning_dcp.strategies.watch.board import Board
 from lightning_dcp.strategies.watch.ending import end_process, tell
@@ -59,7 +61,10 @@ _ENDING_S = 30.0
 _CAUSE_S = 5.0
 #: An exception that all ranks raise need not be told to any of them.
 _ALIKE_S = 1.0
+#: Seconds in which others raise one that end at the same collective.
+_TOGETHER_S = 5.0
 _DONE = "done"
+_NOWHERE = "nowhere"
 
 
 class Watch:
@@ -89,6 +94,10 @@ class Watch:
         self._stopped = threading.Event()
         self._known = threading.Event()
         self._ending = False
+        #: Whether an exception has ended the run on this rank,
+        self.has_raised = False
+        #: and others are elsewhere then; None: not known yet.
+        self._alone: bool | None = False
         self._busy: str | None = None
         self._peers: list[Peer] = []
         self._awake_s = 0.0
@@ -156,6 +165,7 @@ class Watch:
             What to raise: the same, or where a collective failed because another rank is lost, a
             `LostRankError` that names it.
         """
+        self._leave_iterations(error)
         if self._thread is None or self._ending:
             return error
         if isinstance(error, LostRankError):
@@ -175,12 +185,44 @@ class Watch:
             return LostRankError(self._sentence(failure))
         return error
 
+    @property
+    def ends_alone(self) -> bool:
+        """Whether an exception ends the run here while other ranks are, or may be, elsewhere.
+
+        Then no collective may begin: it would meet another one, at which gloo ends the process and
+        NCCL waits. Waits for the others for a few seconds where that is not known yet.
+        """
+        if self._alone is None and self.failure is not None and not self.failure.raised:
+            self._alone = True  # it is gone
+        if self._alone is None:
+            keys = [f"left/{rank}" for rank in range(self.world_size)]
+            until_s = time.monotonic() + _TOGETHER_S
+            while (left := self.board.read_all(keys)) is None and time.monotonic() < until_s:
+                time.sleep(0.05)
+            alike = left is not None and len(set(left)) == 1 and _NOWHERE not in left
+            # What one has found stands for all: each waits until another time.
+            stands = self.board.post_once("together", "yes" if alike else "no")
+            self._alone = stands != "yes"
+        return self._alone
+
+    def _leave_iterations(self, error: BaseException) -> None:
+        """Say after how many collectives this rank has ended, for `ends_alone`."""
+        agreed = isinstance(error, SIGTERMException)  # all have left before the same iteration
+        if self.world_size == 1 or self.has_raised or agreed:
+            self.has_raised = True
+            return
+        self.has_raised, self._alone = True, None
+        sharded = self.place.sp_size > 1  # some may be inside a collective of their group
+        count = None if sharded or is_lost_connection(error) else num_collectives()
+        self.board.post(f"left/{self.rank}", _NOWHERE if count is None else str(count))
+
     def stop(self) -> None:
         """End the watch; where nothing has gone wrong, others learn that this rank is done."""
         if self._thread is not None and not self._stopped.is_set():
             self._stopped.set()
             self._thread.join(2 * _ANSWER_S)
             self._leave()
+        self._alone = False
         self.board.close()
 
     def _leave(self) -> None:
