@@ -82,7 +82,7 @@ class TestExactness:
         pytest.param("dcp_fsdp", marks=pytest.mark.slow),
     ],
 )
-def test_float32(self, world: World, name: str) -> None:
+def test_float32(world: World, name: str) -> None:
     wanted = wanted_of(20)
     results = world.run(train, name, 20)
     for result in results:
@@ -101,7 +101,7 @@ def test_float32(self, world: World, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["dcp", "dcp_fsdp", pytest.param("dcp_ddp", marks=pytest.mark.slow)]
 )
-def test_clipping_by_the_norm_one_process_sees(self, world: World, name: str) -> None:
+def test_clipping_by_the_norm_one_process_sees(world: World, name: str) -> None:
     norms = [
         float(torch.stack([g.norm() for g in step.values()]).norm())
         for step in wanted_of(20).gradients
