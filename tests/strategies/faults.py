@@ -267,10 +267,7 @@ def launch(
         timeout_s: `rank_timeout_s`.
         limit_s: after which processes that are left are killed.
     """
-    torchrun = [
-        "torch.distributed.run", f"--nproc-per-node={WORLD_SIZE}", "--master-addr=127.0.0.1",
-        "--master-port=0", "-m",
-    ]  # fmt: skip
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD_SIZE}", "-m"]
     given = json.dumps([asdict(harm), str(folder), strategy, num_workers, timeout_s])
     command = [sys.executable, "-m", *(torchrun if by == "torchrun" else [])]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
