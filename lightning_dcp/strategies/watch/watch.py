@@ -298,7 +298,9 @@ class Watch:
             return Failure(rank=rank, what=f"{where} died: the connection to it is lost".strip())
         if self._silent_s >= self.timeout_s:
             return Failure(
-                rank=rank, what=f"{where} has not answered for {self._silent_s:.1f} s".strip()
+                rank=rank,
+                what=f"{where} has not answered for {self._silent_s:.1f} s".strip(),
+                place=None if by_agent else _place_in(self._first_beat),
             )
         return None
 
