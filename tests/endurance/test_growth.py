@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 from pathlib import Path
@@ -47,6 +48,7 @@ class Usage(L.Callback):
         if trainer.global_step % self.every:
             return
         gc.collect()
+        _trim_heap()
         process = psutil.Process()
         self.rows.append(
             {
@@ -60,6 +62,13 @@ class Usage(L.Callback):
                 "children": len(process.children(recursive=True)),
             }
         )
+
+
+def _trim_heap() -> None:
+    """Give free memory back: how much of it glibc keeps is not what is asked here."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def train(rank: int, name: str, folder: str, num_steps: int) -> list[dict[str, int]]:
@@ -93,10 +102,15 @@ def train(rank: int, name: str, folder: str, num_steps: int) -> list[dict[str, i
 def test_nothing_grows_in_5000_iterations(name: str, tmp_path: Path) -> None:
     with World(4, timeout_s=1700) as world:
         for rows in world.run(train, name, str(tmp_path), 5000):
-            # The second tenth: caches of shapes and of Lightning have filled by then.
-            first, last = rows[1], rows[-1]
+            print(*rows, sep="\n")
+            # From the second tenth on: caches of shapes and of Lightning have filled by then. Of
+            # three rows each, since a file may just be open.
+            first, last = rows[1:4], rows[-3:]
+            growth = {
+                key: min(r[key] for r in last) - max(r[key] for r in first) for key in rows[0]
+            }
             for resource in ("files", "threads", "native_threads", "groups", "children"):
-                assert last[resource] <= first[resource], rows
+                assert growth[resource] <= 0, (resource, rows)
             # One object in ten iterations, one KiB an iteration: allocators do not hold still.
-            assert last["objects"] - first["objects"] <= 400, rows
-            assert last["bytes"] - first["bytes"] <= 4000 * 1024, rows
+            assert growth["objects"] <= 300, rows
+            assert growth["bytes"] <= 3000 * 1024, rows
