@@ -68,9 +68,7 @@ from lightning_dcp.strategies.preparation import TrainPreparer, memory_limit
 from lightning_dcp.strategies.process_exit import destroy_groups_at_exit
 from lightning_dcp.strategies.repeating import Repeater
 from lightning_dcp.strategies.replanning import Replanner
-from lightning_dcp.strategies.replicas import (
-    tolerance_of,
-)
+from lightning_dcp.strategies.replicas import tolerance_of
 from lightning_dcp.strategies.watch.same_set_up import check_same_optimizers, check_same_set_up
 
 if TYPE_CHECKING:

@@ -66,18 +66,15 @@ class StateBefore:
     def learn(self) -> None:
         """See which buffers the first micro-batches have changed, after they have run."""
         if self._written is None:
-            began, ended = self._began.kept, self._now().kept
-            if self._hooks:
-                before, after = (state.kept for state in self._hooks)
-                pairs = [(began, before), (after, ended)]
-            else:
-                pairs = [(began, ended)]
-            self._written = {
-                now.name
-                for earlier, later in pairs
-                for at, now in later.items()
-                if at in earlier and now.differs_from(earlier[at])
-            }
+            began, *hooks = (state.kept for state in (self._began, *self._hooks))
+            latest = hooks[-1] if hooks else began
+            self._written = {kept.name for kept in latest.values() if kept.is_changed}
+            if hooks:
+                self._written |= {
+                    now.name
+                    for at, now in hooks[0].items()
+                    if at in began and now.differs_from(began[at])
+                }
 
     def put_back(self) -> None:
         """Put everything back that has changed since.

@@ -219,8 +219,7 @@ def run(
     for process in processes:
         process.kill()
         process.join()
-    struck = folder / "struck"
-    since_s = float(struck.read_text()) if struck.exists() else time.time()
+    since_s = _struck_s(folder)
     return Outcome(
         codes=[p.exitcode for p in processes],
         seconds=[ends.get(rank, float("inf")) - since_s for rank in range(WORLD_SIZE)],
@@ -286,13 +285,17 @@ def launch(
         time.sleep(0.1)
         launcher.poll()
         left = _processes_of(folder)
-    ended_s = time.time()
+    seconds = time.time() - _struck_s(folder)
     for process in left:
         process.kill()
-    struck = folder / "struck"
-    since_s = float(struck.read_text()) if struck.exists() else ended_s
     code = launcher.wait(10)
-    return Launched(code, ended_s - since_s, out.read_text(), [process.pid for process in left])
+    return Launched(code, seconds, out.read_text(), [process.pid for process in left])
+
+
+def _struck_s(folder: Path) -> float:
+    """When harm came; now, if it has not."""
+    struck = folder / "struck"
+    return float(struck.read_text()) if struck.exists() else time.time()
 
 
 def _processes_of(folder: Path) -> list[psutil.Process]:

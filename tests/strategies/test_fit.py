@@ -26,6 +26,7 @@ from lightning_dcp.profiling.options import ProfilingOptions
 from lightning_dcp.strategies.ddp import DCPDDPStrategy
 from lightning_dcp.strategies.deepspeed import DCPStrategy
 from lightning_dcp.strategies.fsdp import DCPFSDPStrategy
+from tests.strategies.test_wrong_input import fit as fit_quietly
 from tests.strategies.toys import Block, Sequences, ToyLM, pad, whole
 from tests.worlds import World
 
@@ -232,17 +233,7 @@ def bytes_of_two_ranks(rank: int, cache: str) -> int:
     """A limit under which the longest sample fits two ranks and not one, as it was measured."""
     strategy = DCPDDPStrategy(profiling=dataclasses.replace(FAST, cache_dir=cache))
     train = DataLoader(Sequences(LENGTHS), batch_size=2, collate_fn=pad)
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=torch.distributed.get_world_size(),
-        max_steps=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
-    trainer.fit(LoggingLM(), train)
+    fit_quietly(rank, LoggingLM(), train, strategy=strategy, max_steps=1)
     assert strategy.planner is not None
     costs = strategy.planner.cost_model
     one, two = (costs.memory_bytes(1, max(LENGTHS), p, costs.num_blocks) for p in (1, 2))
